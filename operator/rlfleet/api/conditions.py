@@ -1,0 +1,279 @@
+"""The one vocabulary of status, events and metrics: condition types and reasons, with what each means.
+
+Invariant: a reason that is not in this file is never written. Reasons are CamelCase, stable, and safe to match on in
+scripts and alerts; messages are for people and may change. ``Reason`` contains every reason that a gate or a sender
+can answer with (``wire.ErrorReason``), so such an answer always has a word in status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Self
+
+MAX_MESSAGE = 1024
+
+
+class _Documented(StrEnum):
+    """A string enum whose members carry a sentence that says what they mean (used in the reference pages)."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+
+class ConditionStatus(StrEnum):
+    """Status of a condition; Unknown is a verdict of its own, never a mild False."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+    @classmethod
+    def of(cls, value: bool | None) -> ConditionStatus:
+        """True, False, or Unknown for None."""
+        return cls.UNKNOWN if value is None else cls.TRUE if value else cls.FALSE
+
+
+class PipelineCondition(_Documented):
+    """Condition types of RLPipeline."""
+
+    SENDER_READY = "SenderReady", "the weight sender answers, speaks our protocol and holds complete weights"
+    READY = "Ready", "every engine that should serve holds the committed version and is open"
+    PROGRESSING = "Progressing", "a round or a repair is running"
+    DEGRADED = "Degraded", "something is wrong that a person should look at; the reason says what"
+    TOPOLOGY_VALID = "TopologyValid", "the transport can reach every engine from where trainer and engines are placed"
+
+
+class PoolCondition(_Documented):
+    """Condition types of EnginePool."""
+
+    READY = "Ready", "as many engines as spec.replicas are active"
+    PROGRESSING = "Progressing", "engines are being created, loaded, replaced or removed"
+    VERSION_CONSISTENT = "VersionConsistent", "all open engines hold one version with one digest"
+    ADMISSION_OPEN = "AdmissionOpen", "at least one engine accepts requests through every router of the pool"
+    DEGRADED = "Degraded", "something is wrong that a person should look at; the reason says what"
+    TEMPLATE_OUTDATED = "TemplateOutdated", "some pods were made from an earlier pod template; delete them to update"
+
+
+class RoundCondition(_Documented):
+    """Condition types of SyncRound."""
+
+    COMPLETE = "Complete", "the round succeeded: its version is committed and its engines serve it"
+    FAILED = "Failed", "the round ended without success; committed says whether its version took effect"
+    PROGRESSING = "Progressing", "the round is neither complete nor failed; the reason says what it waits for"
+
+
+ConditionType = PipelineCondition | PoolCondition | RoundCondition
+
+
+class Reason(_Documented):
+    """Why: reasons of conditions, failures, member results and events."""
+
+    # nothing to report
+    AS_EXPECTED = "AsExpected", "nothing is wrong"
+    IDLE = "Idle", "nothing is being done"
+    RECONCILING = "Reconciling", "a change of spec has been seen and is not yet acted upon"
+    INVALID_NAME = "InvalidName", "the object's name cannot be used to name its pods and labels"
+    INVALID_SPEC = "InvalidSpec", "the spec cannot be carried out; the message names the field"
+    TERMINATING = "Terminating", "the object is being deleted"
+
+    # sender
+    SENDER_READY = "SenderReady", "the sender is ready"
+    SENDER_ABSENT = "SenderAbsent", "no running pod matches the sender's selector"
+    SENDER_AMBIGUOUS = "SenderAmbiguous", "more than one running pod matches the sender's selector"
+    SENDER_TOO_OLD = "SenderTooOld", "the sender's protocol version or capabilities do not suffice; upgrade the trainer"
+    SENDER_UNREACHABLE = "SenderUnreachable", "the sender did not answer in time"
+    SENDER_NOT_READY = "SenderNotReady", "the sender answers but has published no complete weights yet"
+    SENDER_INCARNATION_GONE = "SenderIncarnationGone", "the sender process that the round names is no longer the one"
+    VERSION_NOT_HELD = "VersionNotHeld", "the sender does not hold the version or digest that the round names"
+    VERSION_GOES_BACKWARDS = "VersionGoesBackwards", "the version is below the committed one and no rollback was asked"
+    COMMITTED_MISMATCH = "CommittedMismatch", "spec.expectedCommitted is not the version that is committed"
+    MANIFEST_MISMATCH = "ManifestMismatch", "the sender's digest for this version is not spec.manifestDigest"
+    LAYOUT_CHANGED = "LayoutChanged", "names, dtypes or shapes of tensors differ from what the engines were built for"
+    NAN_WEIGHTS = "NaNWeights", "published weights contain NaN; legal, but most likely not meant"
+
+    # gates, routers, topology
+    PIPELINE_NOT_FOUND = "PipelineNotFound", "the RLPipeline that spec.pipeline names does not exist"
+    GATE_TOO_OLD = "GateTooOld", "a gate's protocol version or capabilities do not suffice; replace its pod"
+    GATES_UNREACHABLE = "GatesUnreachable", "more gates are silent than maxUnavailable allows"
+    ROUTER_UNREACHABLE = "RouterUnreachable", "a router does not answer, so its entries are unknown"
+    ROUTER_UNSUPPORTED = "RouterUnsupported", "a router lacks what we need of it"
+    ROUTER_AMBIGUOUS = "RouterAmbiguous", "more than one running pod matches a router's selector"
+    TOPOLOGY_KNOWN = "TopologyKnown", "the devices of trainer and engines are known and fit the transport"
+    TOPOLOGY_NOT_NEEDED = "TopologyNotNeeded", "transport CPUSerialize works wherever trainer and engines are placed"
+    TOPOLOGY_UNKNOWN = (
+        "TopologyUnknown",
+        "devices of the trainer or of an engine are unknown, so no transport is chosen",
+    )
+    ENGINES_ON_TRAIN_DEVICES = (
+        "EnginesOnTrainDevices",
+        "Broadcast is impossible: engines share devices with the trainer",
+    )
+    MIXED_TRANSPORT_IMPOSSIBLE = (
+        "MixedTransportImpossible",
+        "assertMixed is set, but engines do not fall in both classes",
+    )
+    PORTS_EXHAUSTED = "PortsExhausted", "no port of transport.rendezvousPorts is free at the sender"
+
+    # rounds: waiting and phases
+    WAITING_FOR_SLOT = "WaitingForSlot", "another round or repair of the pipeline runs"
+    WAITING_FOR_SENDER = "WaitingForSender", "the sender does not hold the round's version yet"
+    WAITING_FOR_ENGINES = "WaitingForEngines", "engines are still starting; the round waits for their gates"
+    ROUND_IN_PROGRESS = "RoundInProgress", "a round runs"
+    REPAIR_IN_PROGRESS = "RepairInProgress", "engines are being brought back to the committed version or closed"
+    PLANNED = "Planned", "members and transports are decided"
+    STAGING = "Staging", "bytes travel into the gates' memory while engines serve"
+    QUIESCING = "Quiescing", "engines are being paused"
+    TRANSFERRING = "Transferring", "engines take over the new weights"
+    HOLDING = "Holding", "too many members are missing: nothing opens until they are healed"
+    COMMITTED = "Committed", "the version is committed and engines are being reopened"
+    SUCCEEDED = "Succeeded", "the round ended as it should"
+    NO_MEMBERS = "NoMembers", "there was no engine to update; the version is committed for those that will come"
+
+    # rounds: ends
+    SUPERSEDED = "Superseded", "a newer round takes this one's place"
+    CANCELLED = "Cancelled", "spec.cancel was set or the round was deleted"
+    PENDING_DEADLINE = "PendingDeadline", "pendingSeconds passed before the round could start"
+    STAGING_DEADLINE = "StagingDeadline", "stagingSeconds passed before all bytes were delivered"
+    PAUSED_DEADLINE = "PausedDeadline", "pausedSeconds passed while engines were paused"
+    STAGING_FAILED = "StagingFailed", "bytes could not be delivered to more engines than maxUnavailable allows"
+    QUIESCE_FAILED = "QuiesceFailed", "engines could not be paused"
+    TRANSFER_FAILED = "TransferFailed", "engines did not take over the weights"
+    VERIFY_FAILED = "VerifyFailed", "engines do not prove that they hold the weights"
+    PUBLISH_FAILED = "PublishFailed", "the version label could not be written to engines or did not read back"
+    COMMIT_FAILED = "CommitFailed", "the commit could not be written"
+    ROUTING_DEGRADED = "RoutingDegraded", "the version is committed, but engines could not be reopened or routed"
+    UNAVAILABLE_LIMIT = "UnavailableLimit", "more members are missing than maxUnavailable allows"
+    NOT_ALL_FENCED = "NotAllFenced", "a live engine has not stored this round's generation, so nothing may be committed"
+    VERIFY_UNSUPPORTED = "VerifyUnsupported", "verify is Required, but an engine has no usable checksum to compare"
+    DELIVERED_UNCONFIRMED = (
+        "DeliveredUnconfirmed",
+        "bytes are proven delivered; no engine checksum could confirm the load",
+    )
+    OPERATOR_RESTARTED = (
+        "OperatorRestarted",
+        "the operator restarted in this round; the resume rule decided its members",
+    )
+    FENCE_LOST = "FenceLost", "a higher fence was seen: another operator owns the pipeline"
+    RESUMED_AT_COMMITTED = "ResumedAtCommitted", "the member was untouched and serves the committed version again"
+    POISONED = "Poisoned", "a load began and its end is not proven, so the member stays closed"
+    DROPPED = "Dropped", "the member was taken out of the round on purpose"
+
+    # engines and pods
+    ALL_ENGINES_ACTIVE = "AllEnginesActive", "every engine is active"
+    ENGINES_NOT_ACTIVE = "EnginesNotActive", "some engines are not active; counts say in which state they are"
+    NO_ENGINES = "NoEngines", "there are no engines; legal, for instance with replicas 0"
+    AWAITING_ROUND = "AwaitingRound", "engines are up and stay closed until a round brings them the committed version"
+    NOTHING_COMMITTED = "NothingCommitted", "no version is committed yet; the first round opens the engines"
+    VERSIONS_AGREE = "VersionsAgree", "all open engines hold the committed version"
+    VERSIONS_DIFFER = "VersionsDiffer", "open engines hold different versions"
+    ENGINES_OPEN = "EnginesOpen", "engines accept requests"
+    ENGINES_CLOSED = "EnginesClosed", "no engine accepts requests"
+    NO_ROUTERS = "NoRouters", "the pool has no router; open means that engines are not paused"
+    ENGINES_QUARANTINED = "EnginesQuarantined", "engines are closed because what they hold is not proven"
+    POD_FAILED = "PodFailed", "an engine's pod failed and is replaced"
+    POD_LOST = "PodLost", "an engine's pod vanished without our deleting it"
+    POD_PENDING = "PodPending", "an engine's pod is not scheduled or its containers do not start"
+    POD_CREATED = "PodCreated", "an engine's pod was created"
+    POD_DELETED = "PodDeleted", "an engine's pod was deleted"
+    POD_CREATE_FAILED = "PodCreateFailed", "an engine's pod could not be created; the message has the API's answer"
+    NOT_ENOUGH_DEVICES = "NotEnoughDevices", "placement Pinned lists fewer devices than the engines need"
+    TEMPLATE_CHANGED = "TemplateChanged", "the pod template changed after some pods were made"
+    TEMPLATE_CURRENT = "TemplateCurrent", "all pods were made from the present template"
+    SCALING_UP = "ScalingUp", "engines are being added"
+    SCALING_DOWN = "ScalingDown", "engines are being removed"
+    REPLACING = "Replacing", "failed or lost engines are being replaced"
+
+    # answers of gates and senders (wire.ErrorReason) that are not named above
+    UNAUTHENTICATED = "Unauthenticated", "a gate or sender refused our token"
+    FORBIDDEN = "Forbidden", "a gate or sender refused what our token allows"
+    INVALID = "Invalid", "a gate or sender could not read our request"
+    TOO_LARGE = "TooLarge", "a request was over a limit of size or count"
+    NOT_FOUND = "NotFound", "a gate or sender does not know the operation"
+    STALE_FENCE = "StaleFence", "a higher generation is held"
+    OTHER_OPERATION = "OtherOperation", "the generation belongs to another operation"
+    OTHER_PIPELINE = "OtherPipeline", "the gate or sender belongs to another pipeline"
+    FENCE_POISONED = "FencePoisoned", "the generation is too far ahead of the gate's clock"
+    IDENTITY_MISMATCH = "IdentityMismatch", "pod UID or incarnation is not the one that was planned with"
+    NOT_ENROLLED = "NotEnrolled", "the gate has not been told its pipeline yet"
+    BUSY = "Busy", "another operation runs at the gate"
+    OPERATION_CONFLICT = "OperationConflict", "the operation id is known with another order"
+    UNCERTAIN = "Uncertain", "an operation at the gate has no recorded end"
+    NOT_PROVEN = "NotProven", "the gate has no proof that the engine holds these weights"
+    NOT_STAGED = "NotStaged", "the gate has not received all bytes"
+    STAGING_TOO_LARGE = "StagingTooLarge", "the weights do not fit in the gate's memory volume"
+    UNSUPPORTED = "Unsupported", "an engine or sender lacks the capability"
+    ENGINE_UNREACHABLE = "EngineUnreachable", "the engine process does not answer its gate"
+    ENGINE_REFUSED = "EngineRefused", "the engine refused a call of its gate"
+    HASH_MISMATCH = "HashMismatch", "delivered bytes are not those of the manifest"
+    CHECKSUM_UNCHANGED = "ChecksumUnchanged", "the engine's checksum did not move although the weights differ"
+    DIGEST_MISMATCH = "DigestMismatch", "the engine's checksum is not the one that its peers agree on"
+    RENDEZVOUS_TIMEOUT = "RendezvousTimeout", "not all ranks joined the broadcast group in time"
+    TRANSPORT_FAILED = "TransportFailed", "the transfer broke off"
+    DEADLINE_EXCEEDED = "DeadlineExceeded", "a call or operation did not end in time, so its effect is unknown"
+    INTERNAL = "Internal", "a gate or sender failed in a way that it has no word for"
+
+
+class Refusal(_Documented):
+    """Why a request to move a SyncRound was refused, in the order in which it is checked."""
+
+    UNKNOWN_ROUND = "UnknownRound", "there is no such round"
+    NOT_OPEN = "NotOpen", "the round has not been claimed yet"
+    NOT_OWNER = "NotOwner", "another holder owns the round"
+    STALE_FENCE = "StaleFence", "the generation is below the one that is held"
+    ALREADY_SETTLED = "AlreadySettled", "the round has ended with another outcome"
+    EXCLUDED = "Excluded", "the engine is no member of the round"
+
+
+def set_condition(
+    existing: Sequence[Mapping[str, Any]],
+    type: ConditionType,
+    status: ConditionStatus,
+    reason: Reason,
+    message: str,
+    observed_generation: int,
+    now: str,
+) -> list[dict[str, Any]]:
+    """Return ``existing`` with one condition set; equal to it when nothing changed, so that nothing is written.
+
+    ``now`` (RFC 3339) becomes lastTransitionTime only when the status changes. Messages are cut to 1024 characters.
+    """
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 1] + "…"
+    new: dict[str, Any] = {
+        "type": type.value,
+        "status": status.value,
+        "reason": reason.value,
+        "message": message,
+        "observedGeneration": observed_generation,
+        "lastTransitionTime": now,
+    }
+    result: list[dict[str, Any]] = []
+    found = False
+    for old in existing:
+        if old.get("type") != new["type"]:
+            result.append(dict(old))
+            continue
+        found = True
+        if old.get("status") == new["status"] and old.get("lastTransitionTime"):
+            new["lastTransitionTime"] = old["lastTransitionTime"]
+        result.append(new)
+    if not found:
+        result.append(new)
+    return result
+
+
+def find_condition(conditions: Sequence[Mapping[str, Any]], type: ConditionType) -> Mapping[str, Any] | None:
+    """The condition of this type, or None."""
+    return next((c for c in conditions if c.get("type") == type.value), None)
+
+
+def is_true(conditions: Sequence[Mapping[str, Any]], type: ConditionType) -> bool:
+    """Whether the condition is there and True; absent and Unknown are not true."""
+    found = find_condition(conditions, type)
+    return found is not None and found.get("status") == ConditionStatus.TRUE.value
