@@ -133,6 +133,7 @@ class Reason(_Documented):
     HOLDING = "Holding", "too many members are missing: nothing opens until they are healed"
     COMMITTED = "Committed", "the version is committed and engines are being reopened"
     SUCCEEDED = "Succeeded", "the round ended as it should"
+    ALREADY_COMMITTED = "AlreadyCommitted", "this version with these bytes is committed already"
     NO_MEMBERS = "NoMembers", "there was no engine to update; the version is committed for those that will come"
 
     # rounds: ends
@@ -160,6 +161,9 @@ class Reason(_Documented):
         "the operator restarted in this round; the resume rule decided its members",
     )
     FENCE_LOST = "FenceLost", "a higher fence was seen: another operator owns the pipeline"
+    LOST = "Lost", "the member's pod is gone, or another engine process stands in its place"
+    ROUND_GONE = "RoundGone", "the object of a claimed round vanished; its engines were settled by the resume rule"
+    HOLDING_NEEDS_ACTION = "HoldingNeedsAction", "a held round can not heal by itself: a person must act"
     RESUMED_AT_COMMITTED = "ResumedAtCommitted", "the member was untouched and serves the committed version again"
     POISONED = "Poisoned", "a load began and its end is not proven, so the member stays closed"
     DROPPED = "Dropped", "the member was taken out of the round on purpose"

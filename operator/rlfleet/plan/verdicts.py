@@ -1,0 +1,239 @@
+"""What happened to the members of a round, from evidence only, and what follows (DESIGN section 5).
+
+Invariants:
+- unknown is a third verdict: a member is *whole* only with proof, *untouched* only if its gate proves that no load of
+  this round began, and everything between is *poisoned*;
+- only whole members are ever opened at the target; only untouched members that hold the committed weights resume them;
+- nothing is committed while a live engine of the pipeline has not stored this round's fence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlfleet.api.wire import GateStatus, LoadRecord, OperationState
+from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan, unavailable_limit
+
+
+class Verdict(StrEnum):
+    """What a member is, after the transfer began."""
+
+    WHOLE = "Whole"  # holds the target: loaded, verified, published, read back
+    LOADED = "Loaded"  # load ended well, verification or publication is still to be done
+    UNTOUCHED = "Untouched"  # its gate proves that no load of this round began
+    POISONED = "Poisoned"  # a load began and is not proven whole
+    UNKNOWN = "Unknown"  # its gate does not answer
+    LOST = "Lost"  # pod gone, or another engine process stands in its place
+    DROPPED = "Dropped"  # left on purpose: shrink, template change, eviction
+
+
+def round_load(status: GateStatus, operation: str) -> LoadRecord | None:
+    """This round's load at a gate, if one began."""
+    return next((load for load in reversed(status.loads) if load.operation == operation), None)
+
+
+def verdict(
+    member: Member, engine: Engine | None, *, operation: str, version: int, manifest_digest: str
+) -> Verdict:
+    """Judge one member by what is observed of its engine now; ``engine`` None: no such pod exists any more."""
+    if engine is None or engine.gone or engine.pod_uid != member.pod_uid:
+        return Verdict.LOST
+    if engine.status is None:
+        return Verdict.UNKNOWN
+    if engine.status.incarnation != member.incarnation:
+        return Verdict.LOST
+    load = round_load(engine.status, operation)
+    if load is None:
+        return Verdict.DROPPED if engine.leaving else Verdict.UNTOUCHED
+    holds = engine.status.holds
+    if (
+        load.published
+        and holds is not None
+        and holds.version == version
+        and holds.manifest_digest == manifest_digest
+    ):
+        return Verdict.WHOLE
+    if load.state is OperationState.SUCCEEDED and not engine.status.uncertain:
+        return Verdict.LOADED
+    return Verdict.POISONED
+
+
+def at_committed(engine: Engine, committed: Committed | None) -> bool:
+    """The gate's own record proves that this engine holds the committed weights."""
+    if committed is None or engine.status is None or engine.status.holds is None:
+        return False
+    holds = engine.status.holds
+    return holds.version == committed.version and holds.manifest_digest == committed.manifest_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What verification said of one member."""
+
+    engine: str
+    layout: str
+    digest: str | None
+    changed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Members that agree, members that do not (with why), and the agreed digest per layout."""
+
+    agreed: tuple[str, ...]
+    rejected: Mapping[str, str]
+    digests: Mapping[str, str]
+    unconfirmed: tuple[str, ...] = ()
+
+
+def agree(
+    evidence: Sequence[Evidence], *, committed: Committed | None, manifest_digest: str, verify: str
+) -> Agreement:
+    """Compare the engines' own checksums within each layout.
+
+    A checksum that did not move although the bytes differ rejects the member. When members of one layout disagree:
+    the committed engine digest decides (if the manifest digest is the committed one), else a strict majority of at
+    least three, else none is whole. ``verify`` Off: delivered is enough. A lone member, or one without a usable
+    checksum, is "delivered, unconfirmed" and listed so.
+    """
+    if verify == "Off":
+        return Agreement(tuple(e.engine for e in evidence), {}, {}, tuple(e.engine for e in evidence))
+    agreed: list[str] = []
+    rejected: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    unconfirmed: list[str] = []
+    same_bytes = committed is not None and committed.manifest_digest == manifest_digest
+    layouts: dict[str, list[Evidence]] = {}
+    for e in evidence:
+        if e.digest is None:
+            agreed.append(e.engine)
+            unconfirmed.append(e.engine)
+        elif e.changed is False and not same_bytes:
+            rejected[e.engine] = "its checksum did not change although the weights differ: nothing was loaded"
+        else:
+            layouts.setdefault(e.layout, []).append(e)
+    for layout, members in layouts.items():
+        known = (committed.engine_digests or {}).get(layout) if committed is not None and same_bytes else None
+        counts = Counter(e.digest for e in members)
+        winner, votes = counts.most_common(1)[0]
+        if known is not None:
+            winner = known
+        elif len(counts) > 1 and (len(members) < 3 or votes * 2 <= len(members)):
+            winner = None
+        for e in members:
+            if winner is not None and e.digest == winner:
+                agreed.append(e.engine)
+            else:
+                rejected[e.engine] = (
+                    f"its checksum {str(e.digest)[:16]} differs from "
+                    + (f"the agreed {winner[:16]}" if winner else "the others' and no majority decides")
+                )
+        if winner is not None:
+            digests[layout] = winner
+            if len(members) == 1 and known is None:
+                unconfirmed.append(members[0].engine)
+    return Agreement(tuple(agreed), rejected, digests, tuple(unconfirmed))
+
+
+class Next(StrEnum):
+    """What a round does after its transfer."""
+
+    COMMIT = "Commit"
+    ABORT = "Abort"  # no member is whole: by the resume rule
+    HOLD = "Hold"  # some are whole, too many are missing
+    WAIT_FENCE = "WaitFence"  # a live engine has not stored this generation
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The decision, with the engines it rests on."""
+
+    next: Next
+    whole: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unfenced: tuple[str, ...] = ()
+    limit: int = 0
+
+
+def conclude(
+    plan: RoundPlan, verdicts: Mapping[str, Verdict], *, unfenced: Iterable[str], max_unavailable: int | str
+) -> Outcome:
+    """Commit, hold, or abort.
+
+    Lost and Dropped members do not count as unavailable; silent engines of the planning do while they still live
+    (they appear in ``unfenced``).
+    """
+    whole = tuple(m.engine for m in plan.members if verdicts[m.engine] is Verdict.WHOLE)
+    missing = tuple(
+        m.engine for m in plan.members if verdicts[m.engine] not in (Verdict.WHOLE, Verdict.LOST, Verdict.DROPPED)
+    )
+    open_ones = tuple(sorted(unfenced))
+    silent = tuple(name for name in plan.silent if name in open_ones)
+    limit = unavailable_limit(max_unavailable, len(plan.members) + len(plan.silent))
+    if not whole:
+        return Outcome(Next.ABORT, whole, missing, open_ones, limit)
+    if len(missing) + len(silent) > limit:
+        return Outcome(Next.HOLD, whole, missing, open_ones, limit)
+    if open_ones:
+        return Outcome(Next.WAIT_FENCE, whole, missing, open_ones, limit)
+    return Outcome(Next.COMMIT, whole, missing, (), limit)
+
+
+def unfenced(engines: Iterable[Engine], *, pipeline: str, generation: int) -> tuple[str, ...]:
+    """Live engines that have not proven to hold this generation. One that is silent counts: it may still serve."""
+    out = []
+    for e in engines:
+        if e.gone:
+            continue
+        if e.status is None or e.status.fence.pipeline != pipeline or e.status.fence.generation < generation:
+            out.append(e.name)
+    return tuple(out)
+
+
+class Entry(StrEnum):
+    """Where an executor enters a round that it takes over, after the barrier."""
+
+    PLAN = "Plan"  # nothing was touched: plan anew under this generation
+    QUIESCE = "Quiesce"  # members may be paused, no load began
+    JUDGE = "Judge"  # loads may have begun: the members' evidence decides
+    REOPEN = "Reopen"  # committed: only forward
+
+
+def enter(phase: str, *, committed: bool, planned: bool) -> Entry:
+    """Map the durable phase to where the work goes on. The commit in RLPipeline.status beats the round's phase."""
+    if committed:
+        return Entry.REOPEN
+    if not planned or phase in ("", "Pending", "Planned", "Staging"):
+        return Entry.PLAN
+    if phase == "Quiescing":
+        return Entry.QUIESCE
+    return Entry.JUDGE
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPlan:
+    """The resume rule: who goes back to serving the committed weights, who stays closed."""
+
+    resume: tuple[str, ...]
+    close: tuple[str, ...]
+
+
+def abort(
+    plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed | None, *, operation: str
+) -> AbortPlan:
+    """Members proven at ``committed`` and untouched by this round resume; all others are taken out of the routers."""
+    resume: list[str] = []
+    close: list[str] = []
+    for m in plan.members:
+        e = engines.get(m.engine)
+        if e is None or e.gone or e.pod_uid != m.pod_uid:
+            continue
+        untouched = e.status is not None and round_load(e.status, operation) is None
+        if untouched and not e.leaving and e.incarnation == m.incarnation and at_committed(e, committed):
+            resume.append(m.engine)
+        else:
+            close.append(m.engine)
+    return AbortPlan(tuple(resume), tuple(close))
