@@ -1,0 +1,1 @@
+"""The apiserver: client, reflector, fenced writes, events. Nothing here decides anything."""

@@ -1,0 +1,138 @@
+"""What every reconciler works with: the apiserver, the view of pods, the peers, keys, time, and the queue's entrance.
+
+Invariant: reconcilers reach the outside only through this, so a test can give them another clock or another cluster;
+nothing here holds a decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.reflector import Reflector
+
+from .queue import Kind, QueueKey
+
+if TYPE_CHECKING:
+    from .keys import SigningKeys
+    from .peers import Peers
+
+
+class Clock(Protocol):
+    """Time. Decisions use ``monotonic`` only; ``wall_ms`` is for tokens and for what people read."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back."""
+
+    def wall_ms(self) -> int:
+        """Milliseconds since the epoch."""
+
+
+class SystemClock:
+    """The running loop's clock (so virtual time in tests reaches it), and the machine's wall clock."""
+
+    def monotonic(self) -> float:
+        """Seconds of the loop's clock."""
+        return asyncio.get_running_loop().time()
+
+    def wall_ms(self) -> int:
+        """Milliseconds since the epoch."""
+        return time.time_ns() // 1_000_000
+
+
+class Metrics(Protocol):
+    """What reconcilers report; implemented with Prometheus in app/metrics.py. Labels come from closed lists."""
+
+    def round_finished(self, outcome: str) -> None:
+        """A SyncRound reached a terminal phase (its ``phase`` or ``outcome`` word)."""
+
+    def round_phase(self, phase: str, seconds: float) -> None:
+        """A phase of a round took this long."""
+
+    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
+        """How many engines of a pool are in each state; empty counts: the pool is gone."""
+
+    def write(self, resource: str) -> None:
+        """One write to the apiserver was made by a reconciler."""
+
+
+class NoMetrics:
+    """Reports nowhere."""
+
+    def round_finished(self, outcome: str) -> None:
+        """See Metrics."""
+
+    def round_phase(self, phase: str, seconds: float) -> None:
+        """See Metrics."""
+
+    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
+        """See Metrics."""
+
+    def write(self, resource: str) -> None:
+        """See Metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Settings that reconcilers read. Seconds, unless the name says otherwise."""
+
+    namespace: str = "rlfleet-system"
+    """The operator's own namespace (signing key, leader lease)."""
+    identity: str = "rlfleet-operator"
+    """Name of this process, shown as the holder of a round."""
+    api_timeout: float = 10.0
+    """Deadline of one apiserver call."""
+    gate_timeout: float = 5.0
+    """Deadline of one status call to a gate or sender."""
+    router_timeout: float = 5.0
+    """Deadline of one call to a router."""
+    poll_seconds: float = 5.0
+    """How often gates and senders are asked when nothing else happens."""
+    boot_poll_seconds: float = 1.0
+    """How often gates of booting engines are asked."""
+    create_parallel: int = 16
+    """Most pods of one pool that are created at the same time."""
+    gate_parallel: int = 64
+    """Most gates of one pool that are asked at the same time."""
+
+
+class Enqueue(Protocol):
+    """The queue's entrance."""
+
+    def __call__(self, key: QueueKey, *, after: float = 0.0, priority: Priority = Priority.SCALE) -> None:
+        """Have ``key`` reconciled, at the earliest after ``after`` seconds."""
+
+
+@dataclass(slots=True)
+class Context:
+    """Given to every reconciler."""
+
+    kube: KubeClient
+    pods: Reflector
+    peers: Peers
+    keys: SigningKeys
+    events: EventRecorder
+    enqueue: Enqueue
+    settings: ControlSettings = field(default_factory=ControlSettings)
+    clock: Clock = field(default_factory=SystemClock)
+    metrics: Metrics = field(default_factory=NoMetrics)
+
+
+__all__ = [
+    "Clock",
+    "Context",
+    "ControlSettings",
+    "Enqueue",
+    "Kind",
+    "Metrics",
+    "NoMetrics",
+    "Priority",
+    "QueueKey",
+    "SystemClock",
+]

@@ -1,0 +1,99 @@
+"""The operator's signing key: one Ed25519 pair in a Secret of the operator's namespace.
+
+Invariants:
+- the private half leaves the Secret only into this process's memory; pods get public halves;
+- two operators that start together end up with the same key: whoever loses the create reads what won.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from rlfleet.api import tokens
+from rlfleet.api.tokens import Scope
+from rlfleet.kube.client import KubeClient, Obj
+from rlfleet.kube.errors import AlreadyExists, NotFound
+from rlfleet.kube.resources import SECRETS
+
+SECRET_NAME = "rlfleet-signing-key"
+PRIVATE_FIELD = "ed25519.seed"
+
+
+class SigningKeyError(Exception):
+    """The Secret does not hold a usable key."""
+
+
+class SigningKeys:
+    """Signs control and push tokens; see api/tokens.py for what they say."""
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != 32:
+            raise SigningKeyError(f"Secret {SECRET_NAME}: field {PRIVATE_FIELD} must be 32 bytes, has {len(seed)}")
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self._public = base64.b64encode(public).decode()
+        self.kid = hashlib.sha256(public).hexdigest()[:16]
+
+    @classmethod
+    async def load(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys:
+        """Read the key from ``namespace``, creating it if there is none."""
+        try:
+            return cls(_seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+        except NotFound:
+            pass
+        seed = Ed25519PrivateKey.generate().private_bytes_raw()
+        body: Obj = {
+            "metadata": {
+                "name": SECRET_NAME,
+                "namespace": namespace,
+                "labels": {"app.kubernetes.io/managed-by": "rlfleet"},
+            },
+            "type": "Opaque",
+            "data": {PRIVATE_FIELD: base64.b64encode(seed).decode()},
+        }
+        try:
+            return cls(_seed(await kube.create(SECRETS, namespace, body, timeout=timeout)))
+        except AlreadyExists:
+            return cls(_seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+
+    def public_text(self) -> dict[str, str]:
+        """Key id -> base64 of the raw public key: what gates and senders verify with."""
+        return {self.kid: self._public}
+
+    def sign(
+        self,
+        *,
+        audience: Iterable[str],
+        scope: Scope,
+        pipeline: str,
+        operation: str,
+        generation: int,
+        issued_at: int,
+        ttl_seconds: int = tokens.CONTROL_TTL_SECONDS,
+    ) -> str:
+        """A token; ``issued_at`` in seconds since the epoch, ``audience`` are pod UIDs."""
+        return tokens.sign(
+            self._key,
+            self.kid,
+            audience=audience,
+            scope=scope,
+            pipeline=pipeline,
+            operation=operation,
+            generation=generation,
+            issued_at=issued_at,
+            ttl_seconds=ttl_seconds,
+        )
+
+
+def _seed(secret: Obj) -> bytes:
+    try:
+        return base64.b64decode((secret.get("data") or {})[PRIVATE_FIELD], validate=True)
+    except (KeyError, ValueError) as e:
+        raise SigningKeyError(
+            f"Secret {SECRET_NAME} has no readable field {PRIVATE_FIELD}; delete it to get a new key"
+        ) from e

@@ -1,0 +1,558 @@
+"""A thin asynchronous client of the apiserver: plain JSON objects over one connection pool.
+
+Invariants:
+- every call has a deadline, given by the caller;
+- status and metadata are written only under a resourceVersion (an empty one is refused, because the apiserver would
+  take it for "no precondition"), objects are deleted only under a UID;
+- a write without an answer is ``Unknown`` (see errors.py); no write is ever sent twice by this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import aiohttp
+
+from .config import Credentials, CredentialSource
+from .errors import (
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    NotFound,
+    TooManyRequests,
+    Unavailable,
+    Unknown,
+)
+from .limiter import Priority, RateLimiter
+from .resources import Resource
+
+Obj = dict[str, Any]
+
+JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+PAGE = 500
+CONNECT_SECONDS = 5.0
+
+
+class ListResult(NamedTuple):
+    """One consistent list."""
+
+    items: list[Obj]
+    resource_version: str
+
+
+class WatchEvent(NamedTuple):
+    """``type`` is ADDED, MODIFIED, DELETED or BOOKMARK (of which only metadata.resourceVersion means something)."""
+
+    type: str
+    object: Obj
+
+
+class ApiObserver(Protocol):
+    """Told of every finished call, for metrics. ``code`` is the HTTP status, 0 where no answer came."""
+
+    def api_call(self, verb: str, resource: str, code: int, seconds: float) -> None:
+        """One call ended."""
+
+
+class KubeClient:
+    """Talks to one apiserver. ``async with`` it, or ``open()`` and ``close()``."""
+
+    def __init__(
+        self,
+        source: CredentialSource,
+        *,
+        limiter: RateLimiter | None = None,
+        observer: ApiObserver | None = None,
+        field_manager: str = "rlfleet",
+        user_agent: str = "rlfleet",
+        max_connections: int = 64,
+    ) -> None:
+        self._shared = _Shared(source, limiter or RateLimiter(), observer, user_agent, max_connections)
+        self._priority = Priority.SCALE
+        self._field_manager = field_manager
+
+    def at(self, priority: Priority, *, field_manager: str | None = None) -> KubeClient:
+        """The same client (connections, limit) whose calls queue at ``priority`` and write as ``field_manager``."""
+        other = object.__new__(KubeClient)
+        other._shared = self._shared
+        other._priority = priority
+        other._field_manager = field_manager or self._field_manager
+        return other
+
+    async def open(self) -> KubeClient:
+        """Read the credentials and make the connection pool."""
+        await self._shared.open()
+        return self
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._shared.close()
+
+    async def __aenter__(self) -> KubeClient:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def last_date_ms(self) -> int:
+        """Milliseconds since the epoch in the last Date header of the apiserver (whole seconds); 0 before the first."""
+        return self._shared.last_date_ms
+
+    # ------------------------------------------------------------------------------------------ reads
+
+    async def get(self, res: Resource, ns: str | None, name: str, *, timeout: float) -> Obj:
+        """The live object (a quorum read)."""
+        return await self._call("get", "GET", res, res.path(ns, name), timeout=timeout)
+
+    async def list(
+        self,
+        res: Resource,
+        ns: str | None = None,
+        *,
+        timeout: float,
+        label_selector: str = "",
+        field_selector: str = "",
+        page: int = PAGE,
+    ) -> ListResult:
+        """All objects, consistent at one resourceVersion. ``timeout`` is for each page."""
+        params = _selectors(label_selector, field_selector)
+        items: list[Obj] = []
+        token = ""
+        while True:
+            query = params | ({"limit": str(page)} if page else {}) | ({"continue": token} if token else {})
+            try:
+                body = await self._call("list", "GET", res, res.path(ns), params=query, timeout=timeout)
+            except Gone:
+                if not token:
+                    raise
+                items, token, page = [], "", 0  # compacted between two pages: once more, in one piece
+                continue
+            items += body.get("items") or []
+            token = body["metadata"].get("continue") or ""
+            if not token:
+                return ListResult(items, body["metadata"]["resourceVersion"])
+
+    async def watch(
+        self,
+        res: Resource,
+        ns: str | None = None,
+        *,
+        resource_version: str,
+        label_selector: str = "",
+        field_selector: str = "",
+        server_timeout: float = 300.0,
+        inactivity_timeout: float = 70.0,
+    ) -> AsyncIterator[WatchEvent]:
+        """Changes after ``resource_version``, with bookmarks; ends when the server ends the stream.
+
+        Raises Gone when the version is too old and Unavailable when nothing (not even a bookmark) came for
+        ``inactivity_timeout`` seconds: a stream that went silent looks the same as one where nothing happens.
+        """
+        params = _selectors(label_selector, field_selector) | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(max(1, int(server_timeout))),
+        }
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=inactivity_timeout)
+        call = f"watch {res.plural}"
+        async with self._shared.request(
+            "watch", "GET", res, res.path(ns), params=params, priority=self._priority, limits=limits, call=call
+        ) as response:
+            buffer = bytearray()
+            try:
+                # Lines are cut here: the stream reader's own limit would refuse an object above 128 KiB.
+                async for chunk in response.content.iter_any():
+                    buffer += chunk
+                    while (end := buffer.find(b"\n")) >= 0:
+                        line = bytes(buffer[:end])
+                        del buffer[: end + 1]
+                        if line.strip():
+                            yield _event(line, call)
+            except TimeoutError as e:
+                raise Unavailable(f"silent for {inactivity_timeout:g} s", call=call) from e
+            except aiohttp.ClientError as e:
+                raise Unavailable(f"stream broke: {e!r}", call=call) from e
+
+    # ------------------------------------------------------------------------------------------ writes
+
+    async def create(self, res: Resource, ns: str | None, body: Mapping[str, Any], *, timeout: float) -> Obj:
+        """Create an object; AlreadyExists where the name is taken."""
+        obj = {"apiVersion": res.api_version, "kind": res.kind, **body}
+        return await self._call("create", "POST", res, res.path(ns), body=obj, timeout=timeout, write=True)
+
+    async def apply(
+        self,
+        res: Resource,
+        ns: str | None,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        timeout: float,
+        force: bool = True,
+        subresource: str | None = None,
+    ) -> Obj:
+        """Server-side apply under this client's field manager."""
+        obj = {"apiVersion": res.api_version, "kind": res.kind, **body}
+        return await self._call(
+            "apply",
+            "PATCH",
+            res,
+            res.path(ns, name, subresource),
+            params={"force": "true" if force else "false"},
+            body=obj,
+            content_type=APPLY_PATCH,
+            timeout=timeout,
+            write=True,
+        )
+
+    async def patch_status(
+        self,
+        res: Resource,
+        ns: str | None,
+        name: str,
+        *,
+        resource_version: str,
+        status: Mapping[str, Any],
+        timeout: float,
+        uid: str | None = None,
+    ) -> Obj:
+        """Merge ``status`` into the object's status if it still is at ``resource_version``; else Conflict.
+
+        A value of None deletes its key; lists are replaced whole. ``uid`` refuses another object of the same name.
+        """
+        body = {"metadata": _precondition(resource_version, uid), "status": status}
+        path = res.path(ns, name, "status")
+        return await self._call(
+            "patch", "PATCH", res, path, body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
+        )
+
+    async def patch_metadata(
+        self,
+        res: Resource,
+        ns: str | None,
+        name: str,
+        *,
+        resource_version: str,
+        timeout: float,
+        uid: str | None = None,
+        finalizers: Sequence[str] | None = None,
+        labels: Mapping[str, str | None] | None = None,
+        annotations: Mapping[str, str | None] | None = None,
+    ) -> Obj:
+        """Change finalizers (the whole list), labels or annotations (None deletes) under ``resource_version``."""
+        metadata: Obj = _precondition(resource_version, uid)
+        if finalizers is not None:
+            metadata["finalizers"] = [*finalizers]
+        if labels is not None:
+            metadata["labels"] = dict(labels)
+        if annotations is not None:
+            metadata["annotations"] = dict(annotations)
+        path = res.path(ns, name)
+        return await self._call(
+            "patch",
+            "PATCH",
+            res,
+            path,
+            body={"metadata": metadata},
+            content_type=MERGE_PATCH,
+            timeout=timeout,
+            write=True,
+        )
+
+    async def patch_spec(
+        self,
+        res: Resource,
+        ns: str | None,
+        name: str,
+        *,
+        resource_version: str,
+        spec: Mapping[str, Any],
+        timeout: float,
+        uid: str | None = None,
+    ) -> Obj:
+        """Merge ``spec`` under ``resource_version``."""
+        body = {"metadata": _precondition(resource_version, uid), "spec": spec}
+        return await self._call(
+            "patch", "PATCH", res, res.path(ns, name), body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
+        )
+
+    async def delete(
+        self,
+        res: Resource,
+        ns: str | None,
+        name: str,
+        *,
+        uid: str,
+        timeout: float,
+        resource_version: str | None = None,
+        propagation: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> Obj:
+        """Delete exactly the object with ``uid`` (Conflict if another bears the name, NotFound if none does)."""
+        if not uid:
+            raise ValueError("delete needs the UID of the object that is meant")
+        options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        if resource_version is not None:
+            options["preconditions"] |= _precondition(resource_version, None)
+        if propagation is not None:
+            options["propagationPolicy"] = propagation
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        return await self._call("delete", "DELETE", res, res.path(ns, name), body=options, timeout=timeout, write=True)
+
+    async def _call(
+        self,
+        verb: str,
+        method: str,
+        res: Resource,
+        path: str,
+        *,
+        timeout: float,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = JSON,
+        write: bool = False,
+    ) -> Obj:
+        query = dict(params or {})
+        if write and method != "DELETE":
+            query["fieldManager"] = self._field_manager
+        call = f"{verb} {path}"
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
+        async with self._shared.request(
+            verb,
+            method,
+            res,
+            path,
+            params=query,
+            body=json.dumps(body).encode() if body is not None else None,
+            content_type=content_type,
+            priority=self._priority,
+            limits=limits,
+            call=call,
+            write=write,
+        ) as response:
+            try:
+                data = json.loads(await response.read())
+            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                raise (Unknown if write else Unavailable)(f"answer broke off: {e!r}", call=call) from e
+        if not isinstance(data, dict):
+            raise (Unknown if write else Unavailable)("answer is not an object", call=call)
+        return data
+
+
+class _Shared:
+    """Connections, credentials and limit that all views of one client share."""
+
+    def __init__(
+        self,
+        source: CredentialSource,
+        limiter: RateLimiter,
+        observer: ApiObserver | None,
+        user_agent: str,
+        max_connections: int,
+    ) -> None:
+        self._source = source
+        self._limiter = limiter
+        self._observer = observer
+        self._user_agent = user_agent
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+        self._credentials: Credentials | None = None
+        self._refresh = asyncio.Lock()
+        self.last_date_ms = 0
+
+    async def open(self) -> None:
+        if self._session is None:
+            self._credentials = await self._source()
+            connector = aiohttp.TCPConnector(limit=self._max_connections, ttl_dns_cache=60)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def request(
+        self,
+        verb: str,
+        method: str,
+        res: Resource,
+        path: str,
+        *,
+        params: Mapping[str, str],
+        priority: Priority,
+        limits: aiohttp.ClientTimeout,
+        call: str,
+        body: bytes | None = None,
+        content_type: str = JSON,
+        write: bool = False,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One request with an answer below 300; everything else is raised as a typed error."""
+        waiting = time.monotonic()
+        try:
+            async with asyncio.timeout(limits.total):
+                await self._limiter.acquire(priority)
+        except TimeoutError as e:
+            raise Unavailable("own rate limit: no turn within the deadline", call=call) from e
+        if limits.total is not None:
+            left = max(0.001, limits.total - (time.monotonic() - waiting))
+            limits = aiohttp.ClientTimeout(total=left, sock_connect=limits.sock_connect)
+        started = time.monotonic()
+        code = 0
+        try:
+            response = await self._send(
+                method, path, params=params, body=body, content_type=content_type, limits=limits, call=call, write=write
+            )
+            async with response:
+                code = response.status
+                if code >= 300:
+                    raise await _error(response, call, write)
+                yield response
+        finally:
+            if self._observer is not None:
+                self._observer.api_call(verb, res.plural, code, time.monotonic() - started)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str],
+        body: bytes | None,
+        content_type: str,
+        limits: aiohttp.ClientTimeout,
+        call: str,
+        write: bool,
+    ) -> aiohttp.ClientResponse:
+        used = self._credentials
+        response = await self._send_once(method, path, params, body, content_type, limits, call, write)
+        if response.status != 401:
+            return response
+        # A rotated token: the call was refused before anything happened, so it may be sent once more.
+        response.release()
+        async with self._refresh:
+            if self._credentials is used:
+                self._credentials = await self._source()
+        return await self._send_once(method, path, params, body, content_type, limits, call, write)
+
+    async def _send_once(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str],
+        body: bytes | None,
+        content_type: str,
+        limits: aiohttp.ClientTimeout,
+        call: str,
+        write: bool,
+    ) -> aiohttp.ClientResponse:
+        if self._session is None or self._credentials is None:
+            raise RuntimeError("KubeClient is not open")
+        credentials = self._credentials
+        headers = {"Accept": JSON, "User-Agent": self._user_agent}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        if credentials.authorization:
+            headers["Authorization"] = credentials.authorization
+        try:
+            response = await self._session.request(
+                method,
+                credentials.server + path,
+                params=params,
+                data=body,
+                headers=headers,
+                timeout=limits,
+                ssl=credentials.tls if credentials.tls is not None else True,
+                server_hostname=credentials.tls_server_name,
+                proxy=credentials.proxy,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
+            raise Unavailable(f"no connection: {e!r}", call=call) from e
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise (Unknown if write else Unavailable)(f"no answer: {e!r}", call=call) from e
+        date = response.headers.get("Date")
+        if date:
+            try:
+                self.last_date_ms = int(parsedate_to_datetime(date).timestamp() * 1000)
+            except ValueError:
+                pass  # a proxy's odd header is no reason to fail the call; the last good one stands
+        return response
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    return ({"labelSelector": labels} if labels else {}) | ({"fieldSelector": fields} if fields else {})
+
+
+def _precondition(resource_version: str, uid: str | None) -> Obj:
+    if not resource_version:
+        raise ValueError("a fenced write needs the resourceVersion it was decided on")
+    return {"resourceVersion": resource_version} | ({"uid": uid} if uid else {})
+
+
+def _event(line: bytes, call: str) -> WatchEvent:
+    try:
+        data = json.loads(line)
+        kind, obj = data["type"], data["object"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise Unavailable(f"unreadable watch event: {e!r}", call=call) from e
+    if kind == "ERROR":
+        raise _typed(int(obj.get("code") or 500), obj, call, write=False, retry_after=1.0)
+    return WatchEvent(kind, obj)
+
+
+async def _error(response: aiohttp.ClientResponse, call: str, write: bool) -> ApiError:
+    try:
+        text = await response.text(errors="replace")
+    except (aiohttp.ClientError, TimeoutError) as e:
+        text = f"(body unreadable: {e!r})"
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = {"message": text[:500]}
+    if not isinstance(body, dict):
+        body = {"message": text[:500]}
+    try:
+        retry_after = float(response.headers.get("Retry-After", "1"))
+    except ValueError:
+        retry_after = 1.0
+    return _typed(response.status, body, call, write=write, retry_after=retry_after)
+
+
+def _typed(status: int, body: Obj, call: str, *, write: bool, retry_after: float) -> ApiError:
+    reason = str(body.get("reason") or "")
+    message = f"{status} {reason}: {body.get('message') or ''}".strip()
+    kwargs: dict[str, Any] = {"status": status, "reason": reason, "call": call, "body": body}
+    if status == 429:
+        return TooManyRequests(message, retry_after=max(0.1, min(retry_after, 60.0)), **kwargs)
+    if status == 409:
+        return (AlreadyExists if reason == "AlreadyExists" else Conflict)(message, **kwargs)
+    if status in (500, 502, 504) and write:
+        return Unknown(message, **kwargs)  # the store may have taken it before the server gave up
+    known: dict[int, type[ApiError]] = {
+        400: Invalid,
+        401: Forbidden,
+        403: Forbidden,
+        404: NotFound,
+        410: Gone,
+        422: Invalid,
+    }
+    return known.get(status, Unavailable if status >= 500 else ApiError)(message, **kwargs)
