@@ -1,0 +1,22 @@
+"""The resources of rlfleet.dev/v1alpha1 as models; the CRDs and their reference pages are generated from these."""
+
+from rlfleet.api.v1alpha1.common import InvalidObject, ObjectMeta
+from rlfleet.api.v1alpha1.enginepool import EnginePool, EnginePoolSpec, EnginePoolStatus, EngineState
+from rlfleet.api.v1alpha1.rlpipeline import RLPipeline, RLPipelineSpec, RLPipelineStatus
+from rlfleet.api.v1alpha1.syncround import RoundPhase, SyncRound, SyncRoundSpec, SyncRoundStatus
+
+__all__ = [
+    "EnginePool",
+    "EnginePoolSpec",
+    "EnginePoolStatus",
+    "EngineState",
+    "InvalidObject",
+    "ObjectMeta",
+    "RLPipeline",
+    "RLPipelineSpec",
+    "RLPipelineStatus",
+    "RoundPhase",
+    "SyncRound",
+    "SyncRoundSpec",
+    "SyncRoundStatus",
+]

@@ -1,0 +1,430 @@
+"""EnginePool: identical engines of one pipeline, their placement, gate and routers.
+
+Invariant: what a running pod was built with and the operator still relies on (pipeline, ports, GPUs per engine, kind
+of placement) is immutable; everything else takes effect when a pod is next replaced, or at once where it does not
+concern pods.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from rlfleet.api.v1alpha1.common import (
+    ATOMIC,
+    MAX_LISTED_ENGINES,
+    ConditionList,
+    Count,
+    Generation,
+    KubernetesObject,
+    LabelKey,
+    LabelSelector,
+    LabelValue,
+    NodeDevices,
+    NodeName,
+    ObjectName,
+    Port,
+    ShortText,
+    Spec,
+    Status,
+    Uid,
+    Url,
+    WeightVersion,
+    immutable,
+    keyed_by,
+    rule,
+    rules,
+)
+from rlfleet.api.wire import RouterType
+
+ENGINE_CONTAINER = "engine"
+GATE_CONTAINER = "gate"
+NEW_POOL = "create another EnginePool"
+
+
+class EngineType(StrEnum):
+    """Inference servers that a gate can drive."""
+
+    SGLANG = "SGLang"
+
+
+class PlacementMode(StrEnum):
+    """Who assigns GPUs."""
+
+    SCHEDULER = "Scheduler"
+    PINNED = "Pinned"
+
+
+class PullPolicy(StrEnum):
+    """When the gate's image is pulled."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class EngineSpec(Spec):
+    """The inference server in each pod."""
+
+    type: EngineType = Field(
+        description="Inference server that the gate drives.", json_schema_extra=immutable("type", NEW_POOL)
+    )
+    port: Port = Field(
+        default=30000,
+        description="Port of the engine's HTTP server; also the port under which routers know it.",
+        json_schema_extra=immutable("port", NEW_POOL),
+    )
+    gpus_per_engine: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs of one engine. With placement Scheduler they are asked for by the template's own resource "
+        "limits; with Pinned this many of the listed devices go to each engine.",
+        json_schema_extra=immutable("gpusPerEngine", NEW_POOL),
+    )
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None,
+        description="Model name or path, given to the engine container as environment variable RLFLEET_MODEL.",
+    )
+
+
+class TemplateMetadata(Spec):
+    """Labels and annotations of the pods."""
+
+    labels: dict[LabelKey, LabelValue] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Labels of the pods. Ours (rlfleet.dev/...) win over these.",
+    )
+    annotations: dict[LabelKey, Annotated[str, Field(max_length=65_536)]] = Field(
+        default_factory=dict, max_length=64, description="Annotations of the pods."
+    )
+
+
+def _containers(description: str) -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": description,
+        "maxItems": 32,
+        "items": {
+            "type": "object",
+            "description": "A core/v1 Container.",
+            "x-kubernetes-preserve-unknown-fields": True,
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "description": "Name of the container.", "minLength": 1, "maxLength": 63}
+            },
+        },
+        **keyed_by("name"),
+    }
+
+
+#: Only what our own rules look at is spelled out: the whole of core/v1 PodSpec would make the CRD ten times larger,
+#: and the apiserver checks it anyway when the pod is created.
+_POD_SPEC_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "x-kubernetes-preserve-unknown-fields": True,
+    "required": ["containers"],
+    "properties": {
+        "containers": _containers("Containers of the pod; the one named engine runs the inference server."),
+        "initContainers": _containers("Containers that run before the others."),
+    },
+    **rules(
+        rule(
+            f"self.containers.exists(c, c.name == '{ENGINE_CONTAINER}')",
+            f"a container named {ENGINE_CONTAINER} is required: the gate drives that one",
+            at=".containers",
+            reason="FieldValueRequired",
+        ),
+        rule(
+            f"self.containers.all(c, c.name != '{GATE_CONTAINER}') && "
+            f"(!has(self.initContainers) || self.initContainers.all(c, c.name != '{GATE_CONTAINER}'))",
+            f"the container name {GATE_CONTAINER} is reserved for the gate that is added to every pod",
+            reason="FieldValueForbidden",
+        ),
+    ),
+}
+
+
+class PodTemplate(Spec):
+    """The pod of one engine."""
+
+    metadata: TemplateMetadata = Field(default=TemplateMetadata(), description="Labels and annotations of the pods.")
+    spec: Annotated[dict[str, Any], WithJsonSchema(_POD_SPEC_SCHEMA)] = Field(
+        description="A core/v1 PodSpec with a container named engine. Identity, probes, volumes and the gate are "
+        "added; restartPolicy becomes Never, because an engine that restarts in place would serve stale weights.",
+    )
+
+
+class Source(Spec):
+    """Where engines come from."""
+
+    template: PodTemplate = Field(
+        description="Engines are pods that the operator creates from this template. A change does not touch running "
+        "pods (updateStrategy OnDelete): condition TemplateOutdated says that some are older."
+    )
+
+
+class Placement(Spec):
+    """Which GPUs the engines get."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.mode != 'Pinned' || has(self.devices)",
+                "mode Pinned needs devices",
+                at=".devices",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.mode != 'Scheduler' || !has(self.devices)",
+                "devices are for mode Pinned only",
+                at=".devices",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    mode: PlacementMode = Field(
+        default=PlacementMode.SCHEDULER,
+        description="Scheduler: the Kubernetes scheduler decides; the gate reports which GPUs it got. "
+        "Pinned: engine i gets the i-th group of gpusPerEngine listed devices, through NVIDIA_VISIBLE_DEVICES; "
+        "the pods ask for no GPU resource.",
+        json_schema_extra=immutable("mode", NEW_POOL),
+    )
+    devices: tuple[NodeDevices, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Devices to hand out in this order; only with mode Pinned. One engine's devices lie on one node.",
+        json_schema_extra=keyed_by("node"),
+    )
+
+
+class Router(Spec):
+    """One router that sends requests to the engines."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("has(self.podSelector) != has(self.url)", "exactly one of podSelector and url must be set"),
+            rule(
+                "!has(self.podSelector) || has(self.port)",
+                "podSelector needs port",
+                at=".port",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "!has(self.url) || !has(self.port)",
+                "port applies to podSelector only: put the port into url",
+                at=".port",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    name: ObjectName = Field(description="Name of the router within this pool.")
+    type: RouterType = Field(description="The router's API.")
+    pod_selector: LabelSelector | None = Field(default=None, description="Selects the one pod that runs the router.")
+    port: Port | None = Field(default=None, description="Port of the router in the selected pod.")
+    url: Url | None = Field(
+        default=None,
+        description="Base URL of a router that is no pod of this namespace, for instance http://10.0.0.9:30001.",
+    )
+
+
+Quantity = Annotated[
+    int | str,
+    Field(
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE]|[eE][0-9]+)?$",
+            "maxLength": 32,
+            "minimum": 0,
+            "maximum": 2**53,
+        }
+    ),
+]
+ResourceName = Annotated[str, Field(max_length=317)]
+
+
+class Resources(Spec):
+    """Compute resources of the gate."""
+
+    limits: dict[ResourceName, Quantity] = Field(
+        default_factory=dict,
+        max_length=8,
+        description="Upper limits. Staged weights count against memory, so it must exceed stagingMiB.",
+    )
+    requests: dict[ResourceName, Quantity] = Field(
+        default_factory=dict, max_length=8, description="Guaranteed amounts."
+    )
+
+
+class Gate(Spec):
+    """The sidecar that drives the engine for the operator."""
+
+    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] = Field(
+        description="Container image with the rlfleet gate."
+    )
+    image_pull_policy: PullPolicy | None = Field(
+        default=None, description="When the image is pulled; absent: Kubernetes decides by the image's tag."
+    )
+    port: Port = Field(
+        default=9440, description="Port of the gate.", json_schema_extra=immutable("gate.port", NEW_POOL)
+    )
+    staging_mi_b: int = Field(
+        default=1024,
+        ge=1,
+        le=4_194_304,
+        alias="stagingMiB",
+        description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model.",
+    )
+    resources: Resources | None = Field(default=None, description="Compute resources of the gate container.")
+
+
+class UpdateStrategy(Spec):
+    """When pods take over a changed template."""
+
+    type: Literal["OnDelete"] = Field(
+        default="OnDelete",
+        description="OnDelete: a pod takes over a changed template when it is deleted and recreated.",
+    )
+
+
+class EnginePoolSpec(Spec):
+    """What the user wants of a pool."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.placement.devices) || self.replicas * self.engine.gpusPerEngine <= "
+                "self.placement.devices.map(n, n.devices.size()).sum()",
+                "replicas * engine.gpusPerEngine exceeds the number of devices listed in placement.devices",
+                at=".replicas",
+            ),
+        )
+    )
+
+    pipeline: ObjectName = Field(
+        description="Name of the RLPipeline, in the same namespace, whose weights the engines serve.",
+        json_schema_extra=immutable("pipeline", NEW_POOL),
+    )
+    replicas: int = Field(
+        default=1, ge=0, le=1024, description="How many engines there should be. 0 is legal; kubectl scale changes it."
+    )
+    engine: EngineSpec = Field(description="The inference server in each pod.")
+    source: Source = Field(description="Where engines come from.")
+    placement: Placement = Field(default=Placement(), description="Which GPUs the engines get.")
+    routers: tuple[Router, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Routers that each gate adds its own engine to. None is legal: then clients call engines directly.",
+        json_schema_extra=keyed_by("name"),
+    )
+    gate: Gate = Field(description="The sidecar that drives the engine for the operator.")
+    update_strategy: UpdateStrategy = Field(
+        default=UpdateStrategy(), description="When pods take over a changed template."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ status
+
+
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    PENDING = "Pending"
+    BOOTING = "Booting"
+    LOADING = "Loading"
+    ACTIVE = "Active"
+    DRAINING = "Draining"
+    QUARANTINED = "Quarantined"
+    FAILED = "Failed"
+
+
+class EngineCounts(Status):
+    """How many engines are in each state."""
+
+    pending: Count = Field(default=0, description="No pod yet, or its pod is not scheduled.")
+    booting: Count = Field(default=0, description="The pod starts; the engine does not answer yet.")
+    loading: Count = Field(default=0, description="The engine is up and closed: it waits for a round.")
+    active: Count = Field(default=0, description="The engine holds the committed version and is open.")
+    draining: Count = Field(default=0, description="The engine is closed and finishes its requests before it goes.")
+    quarantined: Count = Field(default=0, description="The engine is closed: what it holds is not proven.")
+    failed: Count = Field(default=0, description="The pod failed or is lost.")
+
+
+class VersionGroup(Status):
+    """Engines that hold one version."""
+
+    version: WeightVersion = Field(description="Policy version; -1 is the base.")
+    engines: Annotated[str, Field(max_length=8192, pattern=r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$")] = Field(
+        description="Indices of the engines, as ranges: 0-2,5."
+    )
+
+
+class EngineEntry(Status):
+    """One engine."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)] = Field(description="Name of the engine's pod.")
+    index: Annotated[int, Field(ge=0, le=1_000_000)] = Field(description="Index of the engine in the pool.")
+    pod_uid: Uid | None = Field(default=None, alias="podUID", description="UID of its pod.")
+    incarnation: Uid | None = Field(default=None, description="Nonce of its engine process; absent before it started.")
+    node: NodeName | None = Field(default=None, description="Node that its pod runs on.")
+    state: EngineState = Field(description="Where it is in its life.")
+    version: WeightVersion | None = Field(default=None, description="Version that it is proven to hold; absent: none.")
+    fence: Generation | None = Field(default=None, description="Highest generation that its gate has stored.")
+    routed: bool | None = Field(
+        default=None,
+        description="Whether every router lists it; absent when that is unknown or the pool has no router.",
+    )
+    failure: ShortText | None = Field(default=None, description="What is wrong with it: a reason, then what is known.")
+
+
+class EnginePoolStatus(Status):
+    """What the operator knows of a pool."""
+
+    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    replicas: Count = Field(default=0, description="Engine pods that exist.")
+    ready_replicas: Count = Field(default=0, description="Engine pods that are Ready.")
+    selector: Annotated[str, Field(max_length=1024)] = Field(
+        default="", description="Label selector of the pool's pods, for the scale subresource."
+    )
+    counts: EngineCounts | None = Field(default=None, description="How many engines are in each state.")
+    versions: tuple[VersionGroup, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Which engines hold which version, newest version first.",
+        json_schema_extra=ATOMIC,
+    )
+    engines: tuple[EngineEntry, ...] = Field(
+        default=(),
+        max_length=MAX_LISTED_ENGINES,
+        description="Every engine of a pool of up to 64; in larger pools only those that are not active.",
+        json_schema_extra=ATOMIC,
+    )
+    template_hash: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="Hash of the pod template that new pods are made from."
+    )
+    fencing: Literal["Cooperative", "Enforced"] | None = Field(
+        default=None,
+        description="Enforced: nobody but the gate can change the engine. Cooperative: others in the cluster could "
+        "call the engine's control endpoints directly.",
+    )
+    admission_guarantee: Literal["Enforced"] | None = Field(
+        default=None,
+        description="Enforced: an engine is never routed before it is proven to hold the committed version.",
+    )
+    conditions: ConditionList = Field(
+        default=(),
+        description="Ready, Progressing, VersionConsistent, AdmissionOpen, Degraded and TemplateOutdated.",
+    )
+
+
+class EnginePool(KubernetesObject):
+    """Identical engines of one pipeline: how many, from which pod template, on which GPUs, behind which routers."""
+
+    spec: EnginePoolSpec
+    status: EnginePoolStatus = EnginePoolStatus()

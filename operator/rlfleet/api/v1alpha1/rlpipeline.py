@@ -1,0 +1,351 @@
+"""RLPipeline: one training pipeline, how its weights travel, and which version is committed.
+
+Invariants: status.fence never decreases (the schema itself refuses it), and status.committed is written by the
+commit of a SyncRound only.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from rlfleet.api.v1alpha1.common import (
+    MAX_INT64,
+    ConditionList,
+    Count,
+    Generation,
+    KubernetesObject,
+    LabelSelector,
+    ManifestDigest,
+    NodeDevices,
+    ObjectName,
+    Port,
+    ShortText,
+    Spec,
+    Status,
+    Uid,
+    Url,
+    WeightVersion,
+    keyed_by,
+    rule,
+    rules,
+)
+from rlfleet.api.wire import PauseMode
+
+Seconds = Annotated[int, Field(ge=1, le=86_400)]
+
+
+class TransportMode(StrEnum):
+    """How the transport of each engine is chosen."""
+
+    CPU_SERIALIZE = "CPUSerialize"
+    BROADCAST = "Broadcast"
+    AUTO = "Auto"
+
+
+class Backend(StrEnum):
+    """Library that carries a broadcast."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+class VerifyMode(StrEnum):
+    """How much proof a round demands from engines."""
+
+    IF_SUPPORTED = "IfSupported"
+    REQUIRED = "Required"
+    OFF = "Off"
+
+
+class OnFailure(StrEnum):
+    """What becomes of an engine that does not heal."""
+
+    REPLACE = "Replace"
+    HOLD = "Hold"
+
+
+class Trainer(Spec):
+    """Where the trainer runs."""
+
+    gpus: tuple[NodeDevices, ...] = Field(
+        min_length=1,
+        max_length=256,
+        description="The train pool: physical GPUs that the trainer uses. Engines on these never join a broadcast.",
+        json_schema_extra=keyed_by("node"),
+    )
+
+
+class SenderSource(Spec):
+    """The weight sender inside the trainer."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.podSelector) != has(self.url)",
+                "exactly one of podSelector and url must be set",
+            ),
+            rule(
+                "!has(self.url) || self.port == 9450",
+                "port applies to podSelector only: put the port into url",
+                at=".port",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    pod_selector: LabelSelector | None = Field(
+        default=None,
+        description="Selects the one pod that runs the sender. Preferred over url: it proves which pod is meant.",
+    )
+    url: Url | None = Field(
+        default=None,
+        description="Base URL of a sender outside the cluster, for instance http://10.0.0.7:9450. "
+        "Its pod UID is taken from its own report.",
+    )
+    port: Port = Field(default=9450, description="Port of the sender in the selected pod.")
+
+
+class Weights(Spec):
+    """Where complete weights come from."""
+
+    sender: SenderSource = Field(description="Weights come from the sender library in the trainer.")
+
+
+class RendezvousPorts(Spec):
+    """Range of ports, both ends included."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("self.first <= self.last", "first must not be above last", at=".first"),
+        )
+    )
+
+    first: int = Field(default=29500, ge=1024, le=65535, description="Lowest port of the range.")
+    last: int = Field(default=29599, ge=1024, le=65535, description="Highest port of the range.")
+
+
+class TransportSpec(Spec):
+    """How weights travel from the sender to the engines."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!self.assertMixed || self.mode == 'Auto'",
+                "assertMixed needs mode Auto: no other mode mixes transports",
+                at=".assertMixed",
+            ),
+        )
+    )
+
+    mode: TransportMode = Field(
+        default=TransportMode.CPU_SERIALIZE,
+        description="CPUSerialize: bytes go over HTTP to each engine's gate; works wherever the engines run. "
+        "Broadcast: one collective among the sender and all engines; refused unless every engine is known to be off "
+        "the train GPUs. Auto: broadcast for engines known to be off the train GPUs, serialized for those on them.",
+    )
+    assert_mixed: bool = Field(
+        default=False,
+        description="Refuse rounds that do not use both transports. Only with mode Auto.",
+    )
+    backend: Backend = Field(
+        default=Backend.NCCL,
+        description="Library of broadcast groups: nccl for GPUs, gloo for CPUs.",
+    )
+    rendezvous_ports: RendezvousPorts = Field(
+        default=RendezvousPorts(),
+        description="Ports that the sender may listen on while a broadcast group forms; the first free one is used.",
+    )
+
+
+class Deadlines(Spec):
+    """How long a round may take, by part."""
+
+    pending_seconds: Seconds = Field(
+        default=600, description="Seconds that a round may wait for its turn and for the sender to hold its version."
+    )
+    staging_seconds: Seconds = Field(
+        default=600, description="Seconds for delivering all bytes to the gates. Engines serve meanwhile."
+    )
+    paused_seconds: Seconds = Field(
+        default=150,
+        description="Seconds from the first pause of an engine to the commit. Engines do not serve meanwhile.",
+    )
+
+
+class Quiesce(Spec):
+    """How running requests are held while weights change."""
+
+    mode: PauseMode = Field(
+        default=PauseMode.RETRACT,
+        description="Retract: running requests go back to the queue and are recomputed with the new weights. "
+        "Abort: they end with finish reason abort. Wait: they finish first, for at most drainSeconds. "
+        "With Abort and Wait the engine is also taken out of its routers.",
+    )
+
+
+class SyncSpec(Spec):
+    """How rounds run and what they demand."""
+
+    deadlines: Deadlines = Field(default=Deadlines(), description="How long a round may take, by part.")
+    quiesce: Quiesce = Field(default=Quiesce(), description="How running requests are held while weights change.")
+    drain_seconds: int = Field(
+        default=30,
+        ge=0,
+        le=3600,
+        description="Seconds that running requests get to finish where an engine is drained: before a pause with "
+        "quiesce.mode Wait, and before an engine is removed. What still runs then is aborted.",
+    )
+    verify: VerifyMode = Field(
+        default=VerifyMode.IF_SUPPORTED,
+        description="Required: refuse rounds with engines whose checksum cannot be compared. IfSupported: compare "
+        "where possible and say in a condition where not. Off: trust delivered bytes.",
+    )
+    max_unavailable: int | str = Field(
+        default="10%",
+        description="How many engines of a round may be missing for it to go on: a number, or a percentage of the "
+        "members, rounded up. More than that and the round fails before anything is committed.",
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            "pattern": "^(100|[1-9]?[0-9])%$",
+            "maxLength": 4,
+            "minimum": 0,
+            "maximum": 4096,
+        },
+    )
+    on_failure: OnFailure = Field(
+        default=OnFailure.REPLACE,
+        description="What happens to an engine that cannot be proven to hold the committed weights. Replace: its pod "
+        "is replaced. Hold: it stays closed until a person or a later round deals with it.",
+    )
+
+
+class RLPipelineSpec(Spec):
+    """What the user wants of a pipeline."""
+
+    trainer: Trainer | None = Field(
+        default=None,
+        description="Where the trainer runs. Needed by transports Broadcast and Auto unless the sender reports GPUs.",
+    )
+    weights: Weights = Field(description="Where complete weights come from.")
+    transport: TransportSpec = Field(
+        default=TransportSpec(), description="How weights travel from the sender to the engines."
+    )
+    sync: SyncSpec = Field(default=SyncSpec(), description="How rounds run and what they demand.")
+    history_limit: int = Field(
+        default=20,
+        ge=1,
+        le=1000,
+        description="How many ended SyncRounds are kept. The round with the highest fence is kept in any case.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ status
+
+
+class ActiveOperation(Status):
+    """The work that owns the pipeline's engines now."""
+
+    kind: Literal["Refresh", "Repair"] = Field(description="Refresh: a SyncRound. Repair: work of the pool controller.")
+    name: ShortText = Field(description="Name of the SyncRound, or of the pool that is repaired.")
+    uid: Uid = Field(description="UID of the operation; gates refuse calls of another one under the same generation.")
+    generation: Generation = Field(description="Fence generation under which it acts.")
+    committed: bool = Field(default=False, description="Whether its commit was written: from then on only forward.")
+    holder: ShortText = Field(default="", description="Identity of the operator process that runs it.")
+
+
+class EngineDigest(Status):
+    """The checksum that engines of one layout agreed on."""
+
+    layout: Annotated[str, Field(min_length=1, max_length=128)] = Field(
+        description="Hash of model, parallelism, dtype and engine version; checksums compare only within one layout."
+    )
+    digest: Annotated[str, Field(max_length=128)] = Field(description="The engines' own checksum of their weights.")
+
+
+class CommittedVersion(Status):
+    """Weights that a round has proven and committed."""
+
+    version: WeightVersion = Field(description="Policy version; -1 is the base.")
+    manifest_digest: ManifestDigest = Field(description="Digest of the sender's manifest: the name of these bytes.")
+    sender_incarnation: Uid = Field(description="Sender process that published them.")
+    engine_digests: tuple[EngineDigest, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Checksum per engine layout; empty where engines have no usable checksum.",
+        json_schema_extra=keyed_by("layout"),
+    )
+
+
+class CacheReady(Status):
+    """Newest complete weights at the sender."""
+
+    version: WeightVersion = Field(description="Policy version; -1 is the base.")
+    manifest_digest: ManifestDigest = Field(description="Digest of the sender's manifest.")
+
+
+class SenderIdentity(Status):
+    """The sender that was found."""
+
+    pod_uid: Uid = Field(alias="podUID", description="UID of its pod.")
+    incarnation: Uid = Field(description="Nonce of its process; a restarted trainer has another one.")
+    url: Url = Field(description="Base URL under which it answers.")
+
+
+class PublicKey(Status):
+    """One key that verifies the operator's tokens."""
+
+    kid: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")] = Field(description="Key id.")
+    key: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9+/]{43}=$")] = Field(
+        description="Raw Ed25519 public key, base64."
+    )
+
+
+class EngineTotals(Status):
+    """Engines of all pools of the pipeline."""
+
+    total: Count = Field(default=0, description="Engines that should exist.")
+    active: Count = Field(default=0, description="Engines that hold the committed version and are open.")
+
+
+class RLPipelineStatus(Status):
+    """What the operator knows of a pipeline."""
+
+    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    fence: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_INT64,
+        description="Highest generation claimed. Gates and the sender refuse calls of a lower one.",
+        json_schema_extra=rules(rule("self >= oldSelf", "fence never decreases")),
+    )
+    active_operation: ActiveOperation | None = Field(
+        default=None, description="The work that owns the engines now; absent when none runs."
+    )
+    committed: CommittedVersion | None = Field(
+        default=None, description="The version that engines may serve; absent before the first round."
+    )
+    cache_ready: CacheReady | None = Field(
+        default=None, description="Newest complete weights at the sender; absent before the sender is ready."
+    )
+    sender: SenderIdentity | None = Field(default=None, description="The sender that was found; absent when none is.")
+    public_keys: tuple[PublicKey, ...] = Field(
+        default=(),
+        max_length=8,
+        description="Keys with which senders verify the operator's tokens.",
+        json_schema_extra=keyed_by("kid"),
+    )
+    last_round: ObjectName | None = Field(default=None, description="Name of the SyncRound that ended last.")
+    engines: EngineTotals | None = Field(default=None, description="Engines of all pools of the pipeline.")
+    conditions: ConditionList = Field(
+        default=(), description="SenderReady, Ready, Progressing, Degraded and TopologyValid."
+    )
+
+
+class RLPipeline(KubernetesObject):
+    """One training pipeline: where its weights come from, how they travel, and which version is committed."""
+
+    spec: RLPipelineSpec
+    status: RLPipelineStatus = RLPipelineStatus()

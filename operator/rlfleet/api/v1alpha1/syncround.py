@@ -1,0 +1,300 @@
+"""SyncRound: one weight sync as a durable, owned object.
+
+Invariants that the schema itself keeps: the order does not change once given (only cancel can be set, and not taken
+back), a commit is never taken back, the owner's generation never decreases, and an ended round keeps its phase.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from rlfleet.api.v1alpha1.common import (
+    ATOMIC,
+    MAX_INT64,
+    MAX_LISTED_ENGINES,
+    MAX_MEMBERS,
+    ByteCount,
+    ConditionList,
+    Count,
+    Generation,
+    KubernetesObject,
+    ManifestDigest,
+    Message,
+    Milliseconds,
+    ObjectName,
+    ReasonText,
+    ShortText,
+    Spec,
+    Status,
+    Time,
+    Uid,
+    WeightVersion,
+    immutable,
+    rule,
+    rules,
+)
+from rlfleet.api.wire import Transport
+
+NEW_ROUND = "create another SyncRound"
+
+
+def _keeps(field: str) -> dict[str, str]:
+    # For optional fields a rule on the field itself would miss that it appears or disappears.
+    return rule(
+        f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field})",
+        f"{field} is immutable: {NEW_ROUND}",
+        at=f".{field}",
+    )
+
+
+class RoundPhase(StrEnum):
+    """How far a round is; the last five are ends."""
+
+    PENDING = "Pending"
+    PLANNED = "Planned"
+    STAGING = "Staging"
+    QUIESCING = "Quiescing"
+    TRANSFERRING = "Transferring"
+    HOLDING = "Holding"
+    COMMITTED = "Committed"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    SUPERSEDED = "Superseded"
+    CANCELLED = "Cancelled"
+    EXPIRED = "Expired"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the round has ended."""
+        return self in TERMINAL_PHASES
+
+
+TERMINAL_PHASES = frozenset(
+    {RoundPhase.SUCCEEDED, RoundPhase.FAILED, RoundPhase.SUPERSEDED, RoundPhase.CANCELLED, RoundPhase.EXPIRED}
+)
+_ENDS = ", ".join(f"'{phase.value}'" for phase in RoundPhase if phase in TERMINAL_PHASES)
+
+
+class SyncRoundSpec(Spec):
+    """What a round is to do. Immutable but for cancel."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!self.allowRollback || has(self.expectedCommitted)",
+                "allowRollback needs expectedCommitted: the version that you know to be committed",
+                at=".expectedCommitted",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.allowRollback || !has(self.expectedCommitted)",
+                "expectedCommitted is for allowRollback only",
+                at=".expectedCommitted",
+                reason="FieldValueForbidden",
+            ),
+            _keeps("manifestDigest"),
+            _keeps("expectedCommitted"),
+        )
+    )
+
+    pipeline: ObjectName = Field(
+        description="Name of the RLPipeline, in the same namespace, whose engines take over the version.",
+        json_schema_extra=immutable("pipeline", NEW_ROUND),
+    )
+    version: WeightVersion = Field(
+        description="Policy version to take over; -1 is the base that the sender holds at start.",
+        json_schema_extra=immutable("version", NEW_ROUND),
+    )
+    kind: Literal["Refresh"] = Field(
+        default="Refresh",
+        description="Refresh: all engines of the pipeline take over the version.",
+        json_schema_extra=immutable("kind", NEW_ROUND),
+    )
+    sender_incarnation: Uid = Field(
+        description="Sender process that publishes the version (RLPipeline.status.sender.incarnation). Once that "
+        "process is gone the round is Superseded: a restarted trainer may publish other bytes under the same version.",
+        json_schema_extra=immutable("senderIncarnation", NEW_ROUND),
+    )
+    attempt: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Counts tries at one version; raised only after the try before ended without success.",
+        json_schema_extra=immutable("attempt", NEW_ROUND),
+    )
+    manifest_digest: ManifestDigest | None = Field(
+        default=None,
+        description="Digest that the version must have at the sender; absent: whichever it has. "
+        "A round for other bytes fails.",
+    )
+    allow_rollback: bool = Field(
+        default=False,
+        description="Allow a version below the committed one.",
+        json_schema_extra=immutable("allowRollback", NEW_ROUND),
+    )
+    expected_committed: WeightVersion | None = Field(
+        default=None,
+        description="With allowRollback: the version that must be committed when the round starts, else it fails.",
+    )
+    cancel: bool = Field(
+        default=False,
+        description="Stop the round. Acts until engines begin to load; later the round settles by what engines hold.",
+        json_schema_extra=rules(rule("self || !oldSelf", "cancel cannot be undone: create another SyncRound")),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ status
+
+
+class RoundLease(Status):
+    """Who may move this round."""
+
+    holder: ShortText = Field(description="Identity of the operator process.")
+    generation: int = Field(
+        ge=0,
+        le=MAX_INT64,
+        description="Fence generation under which it acts.",
+        json_schema_extra=rules(rule("self >= oldSelf", "lease.generation never decreases")),
+    )
+    acquired_at: Time | None = Field(default=None, description="When this holder took the round.")
+    renewed_at: Time | None = Field(
+        default=None, description="When this holder last wrote a phase; for people and alerts."
+    )
+
+
+class PlannedMember(Status):
+    """One engine of the round, as frozen at Planned."""
+
+    engine: ObjectName = Field(description="Name of the engine: pool and index.")
+    pod_uid: Uid = Field(alias="podUID", description="UID of its pod.")
+    incarnation: Uid = Field(description="Nonce of its engine process.")
+    transport: Transport = Field(description="How its weights travel.")
+    rank_offset: Annotated[int, Field(ge=0, le=1_000_000)] | None = Field(
+        default=None, description="First rank of the engine in the broadcast group; absent for Serialized."
+    )
+    world_size: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None, description="How many ranks the engine takes; absent for Serialized."
+    )
+    reason: ShortText | None = Field(default=None, description="Why this transport, where it is not obvious.")
+
+
+class RoundPlan(Status):
+    """Members and transports, written once."""
+
+    world_size: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0, description="Ranks of the broadcast group, the sender included; 0 without a broadcast."
+    )
+    serialized: Count = Field(default=0, description="Members that get their weights serialized.")
+    broadcast: Count = Field(default=0, description="Members that get their weights by broadcast.")
+    members: tuple[PlannedMember, ...] = Field(
+        default=(), max_length=MAX_MEMBERS, description="The members.", json_schema_extra=ATOMIC
+    )
+
+
+class MemberOutcome(StrEnum):
+    """What became of a member."""
+
+    OK = "Ok"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+    LOST = "Lost"
+    DROPPED = "Dropped"
+
+
+class MemberResult(Status):
+    """What became of one member."""
+
+    engine: ObjectName = Field(description="Name of the engine.")
+    result: MemberOutcome = Field(
+        description="Ok: whole at the target. Failed: proven not to be. Unknown: neither is proven, so it stays "
+        "closed. Lost: its pod or process is gone. Dropped: taken out on purpose."
+    )
+    reason: ReasonText | None = Field(default=None, description="Why; absent for Ok.")
+
+
+class RoundTimings(Status):
+    """Duration of each part, in milliseconds; absent parts did not happen."""
+
+    plan_ms: Milliseconds | None = Field(default=None, description="Choosing members and transports.")
+    stage_ms: Milliseconds | None = Field(default=None, description="Delivering bytes to the gates.")
+    quiesce_ms: Milliseconds | None = Field(default=None, description="Pausing the engines.")
+    transfer_ms: Milliseconds | None = Field(default=None, description="Broadcasting and loading.")
+    verify_ms: Milliseconds | None = Field(default=None, description="Comparing checksums.")
+    publish_ms: Milliseconds | None = Field(default=None, description="Writing the version label into the engines.")
+    reopen_ms: Milliseconds | None = Field(default=None, description="Resuming and routing.")
+    paused_ms: Milliseconds | None = Field(default=None, description="From the first pause to the last resume.")
+    total_ms: Milliseconds | None = Field(default=None, description="From the claim to the end.")
+
+
+class RoundFailure(Status):
+    """Why the round ended without success."""
+
+    stage: ReasonText = Field(description="Phase or step in which it failed.")
+    reason: ReasonText = Field(description="Why, as one stable CamelCase word.")
+    digest: Annotated[str, Field(max_length=128)] = Field(
+        default="", description="Hash of the cause that is equal for equal causes."
+    )
+    message: Message = Field(description="Why, for people, and what to do.")
+
+
+class RoundAttempt(Status):
+    """One request to move the round."""
+
+    request_id: Annotated[str, Field(max_length=128)] = Field(description="Id of the request.")
+    op: Annotated[str, Field(max_length=64)] = Field(description="What was asked: Claim or Settle.")
+    result: Literal["Applied", "Rejected", "Duplicate"] = Field(description="What came of it.")
+    generation: Generation = Field(description="Generation under which it was asked.")
+    reason: ReasonText | None = Field(default=None, description="Why it was refused; absent otherwise.")
+    at: Time = Field(description="When.")
+
+
+class SyncRoundStatus(Status):
+    """What the operator knows of a round."""
+
+    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    phase: RoundPhase | None = Field(
+        default=None,
+        description="How far the round is. The last five are ends.",
+        json_schema_extra=rules(
+            rule(f"!(oldSelf in [{_ENDS}]) || self == oldSelf", "the round has ended: its phase cannot change"),
+        ),
+    )
+    outcome: Literal["Succeeded", "Failed", "Superseded", "Cancelled", "Expired"] | None = Field(
+        default=None, description="How the round ended; absent before."
+    )
+    lease: RoundLease | None = Field(
+        default=None, description="Who may move this round; absent before the first claim."
+    )
+    manifest_digest: ManifestDigest | None = Field(default=None, description="Digest of the bytes that travel.")
+    bytes: ByteCount | None = Field(default=None, description="Bytes of the whole model.")
+    plan: RoundPlan | None = Field(default=None, description="Members and transports; absent before Planned.")
+    members: tuple[MemberResult, ...] = Field(
+        default=(),
+        max_length=MAX_LISTED_ENGINES,
+        description="Result of every member of a round of up to 64; in larger rounds only of those that are not Ok.",
+        json_schema_extra=ATOMIC,
+    )
+    timings: RoundTimings | None = Field(default=None, description="Duration of each part.")
+    committed: bool = Field(
+        default=False,
+        description="Whether the version was committed. A round can fail after that, when "
+        "some engines could not be reopened.",
+        json_schema_extra=rules(rule("self || !oldSelf", "committed cannot be taken back")),
+    )
+    failure: RoundFailure | None = Field(default=None, description="Why the round ended without success.")
+    attempts: tuple[RoundAttempt, ...] = Field(
+        default=(), max_length=20, description="Latest requests to move the round.", json_schema_extra=ATOMIC
+    )
+    started_at: Time | None = Field(default=None, description="When the round was first claimed.")
+    finished_at: Time | None = Field(default=None, description="When it ended.")
+    conditions: ConditionList = Field(default=(), description="Complete, Failed and Progressing.")
+
+
+class SyncRound(KubernetesObject):
+    """One weight sync: the engines of a pipeline take over one version, or the round says why not."""
+
+    spec: SyncRoundSpec
+    status: SyncRoundStatus = SyncRoundStatus()
