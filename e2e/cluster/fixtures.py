@@ -1,0 +1,38 @@
+"""pytest fixtures for tests against the real control plane."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.cluster.local import LocalCluster
+
+NODES = 0
+_GONE_SECONDS = 90.0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One cluster for the whole run: control plane, CRDs, the chart's roles, hollow nodes."""
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), nodes=NODES, say=print) as started:
+        yield started
+
+
+@pytest.fixture
+def namespace(cluster: LocalCluster) -> Iterator[str]:
+    """A namespace of the test's own, ready for pods. Afterwards it is deleted and its pods are waited for."""
+    name = f"t-{uuid.uuid4().hex[:10]}"
+    cluster.kubectl("create", "namespace", name)
+    for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
+        cluster.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=60s")
+    yield name
+    # The namespace itself goes in its own time (an object's finalizer may need a controller that no longer runs), but
+    # its processes must not take the machine from the next test.
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    deadline = time.monotonic() + _GONE_SECONDS
+    while pods := cluster.get("pods", f"--namespace={name}")["items"]:
+        assert time.monotonic() < deadline, f"pods stay in {name}: {[pod['metadata']['name'] for pod in pods]}"
+        time.sleep(0.1)

@@ -1,0 +1,304 @@
+"""One local cluster below one state folder: the control plane, what the chart installs, and hollow nodes.
+
+The state folder is the only record: every command finds the cluster through it, and ``down`` removes it. A folder that
+holds anything else is refused, because removing it would destroy somebody's files. Two clusters share nothing but the
+machine: each has its own ports, certificates, address block and mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from e2e.cluster import pki, processes
+from e2e.cluster.audit import AuditEvent, read_audit
+from e2e.cluster.controlplane import ADMIN, HOLLOW, ClusterError, ControlPlane
+from e2e.cluster.hollow.control import HollowControl
+from e2e.cluster.programs import KUBERNETES_VERSION, ensure_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_STATE = ROOT / ".cluster"
+OPERATOR_NAMESPACE = "rlfleet-system"
+OPERATOR_NAME = "rlfleet"
+
+_TOKEN_SECONDS = 365 * 24 * 3600
+_HOLLOW = "hollow-kubelet"
+_HOLLOW_STOP_SECONDS = 20.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What ``cluster.json`` remembers."""
+
+    mark: str
+    server: str
+    nodes: int
+
+
+class LocalCluster:
+    """A cluster that can be started, attached to, and removed.
+
+    As a context manager it starts on entry and is removed on exit. ``nodes`` is the number of hollow nodes; 0 starts
+    the control plane alone. ``bare`` leaves out CRDs and chart (``install`` adds them later). ``say`` receives progress
+    lines.
+    """
+
+    def __init__(
+        self, state: Path = DEFAULT_STATE, nodes: int = 4, say: Say = lambda line: None, *, bare: bool = False
+    ) -> None:
+        self.state = Path(state).resolve()
+        self.nodes = nodes
+        self.bare = bare
+        self._say = say
+        self._programs: dict[str, Path] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The admin's kubeconfig."""
+        return self.state / "kubeconfig"
+
+    @property
+    def operator_kubeconfig(self) -> Path:
+        """A kubeconfig of the operator's service account, with exactly the role that the chart installs."""
+        return self.state / "operator.kubeconfig"
+
+    @property
+    def hollow(self) -> HollowControl:
+        """Commands to the hollow kubelet: crash, freeze, thaw, logs."""
+        return HollowControl(self.state / "hollow")
+
+    def up(self) -> None:
+        """Starts whatever of the cluster is not running yet; returns when everything is ready.
+
+        Raises ClusterError (or BuildError) with the failing program's last lines.
+        """
+        self._programs = ensure_programs(say=self._say)
+        if self._record() is not None and self.running():
+            self._say(f"cluster in {self.state} is already running")
+            self.install()
+            return
+        if self._record() is not None:
+            self._say(f"removing a stopped cluster from {self.state}")
+            self.down()
+        if self.state.exists() and any(self.state.iterdir()):
+            raise ClusterError(f"{self.state} is not empty and holds no cluster: choose another folder")
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = uuid.uuid4().hex
+        self._write_record(_Record(mark, "", self.nodes))
+        plane = ControlPlane(self.state, self._programs, mark)
+        plane.start(self._say)
+        self._write_record(_Record(mark, plane.server, self.nodes))
+        # Pods are refused until their namespace has a service account, and mount the authority's certificate.
+        for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
+            self.kubectl("wait", "--for=create", thing, "--namespace=default", "--timeout=60s")
+        if not self.bare:
+            self.install()
+        if self.nodes:
+            self._start_hollow(plane, mark)
+
+    def down(self) -> None:
+        """Stops every process of the cluster and removes every file of it. Nothing to do is a success."""
+        record = self._record()
+        if record is None:
+            return
+        process = processes.load(self.state / "run" / f"{_HOLLOW}.json")
+        if process is not None:
+            # First, while the apiserver still answers: it terminates the containers, and releases its addresses.
+            processes.stop([process], grace_seconds=_HOLLOW_STOP_SECONDS)
+        ControlPlane(self.state, {}, record.mark).stop()
+        killed = processes.sweep(record.mark)
+        if killed:
+            self._say(f"killed {len(killed)} processes that had lost their parent")
+        shutil.rmtree(memory_folder(record.mark), ignore_errors=True)
+        shutil.rmtree(self.state)
+
+    def running(self) -> bool:
+        """Whether all of the cluster's processes run."""
+        return bool(self.processes()) and all(p is not None and p.alive() for p in self.processes().values())
+
+    def processes(self) -> dict[str, processes.Process | None]:
+        """The processes that the cluster should have, by name; None for one that was never started."""
+        record = self._record()
+        if record is None:
+            return {}
+        names = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"]
+        if record.nodes:
+            names.append(_HOLLOW)
+        return {name: processes.load(self.state / "run" / f"{name}.json") for name in names}
+
+    def install(self) -> None:
+        """Applies the CRDs and what the chart renders (again), and writes the operator's kubeconfig."""
+        crds = sorted((ROOT / "crds").glob("*.yaml"))
+        if crds:
+            files = [argument for path in crds for argument in ("-f", str(path))]
+            self.kubectl("apply", "--server-side", "--force-conflicts", *files)
+            self.kubectl("wait", "--for=condition=Established", "--timeout=60s", *files)
+            self._say(f"{len(crds)} CRDs served")
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}}
+        self.apply(namespace)
+        rendered = self._run(
+            "helm",
+            "template",
+            OPERATOR_NAME,
+            str(ROOT / "charts/rlfleet"),
+            f"--namespace={OPERATOR_NAMESPACE}",
+            f"--kube-version={KUBERNETES_VERSION}",
+        )
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
+        self._grant_operator()
+        self._say("chart installed: service account and roles of the operator")
+
+    def _grant_operator(self) -> None:
+        """Writes the operator's kubeconfig with a fresh token of its service account."""
+        token = self.kubectl(
+            "create",
+            "token",
+            OPERATOR_NAME,
+            f"--namespace={OPERATOR_NAMESPACE}",
+            f"--duration={_TOKEN_SECONDS}s",
+        ).strip()
+        record = self._require()
+        pki.write_kubeconfig(
+            self.operator_kubeconfig,
+            record.server,
+            self.state / "pki" / "ca.crt",
+            token=token,
+            namespace=OPERATOR_NAMESPACE,
+        )
+
+    def kubectl(self, *arguments: str, input: str | None = None, timeout: float = 90.0) -> str:
+        """Runs kubectl as admin and returns its standard output; raises ClusterError with its message otherwise."""
+        return self._run("kubectl", *arguments, input=input, timeout=timeout)
+
+    def get(self, *arguments: str) -> Any:
+        """``kubectl get ... -o json``, parsed."""
+        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Applies objects as admin."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=text)
+
+    def audit_mark(self) -> int:
+        """A position in the audit log, to be handed to ``audit``."""
+        return (self.state / "audit.log").stat().st_size
+
+    def audit(self, since: int = 0) -> list[AuditEvent]:
+        """Requests that the apiserver has answered since the mark."""
+        return read_audit(self.state / "audit.log", since)
+
+    def program(self, name: str) -> Path:
+        """The path of kubectl, helm or a server program, for use outside of this class."""
+        self._programs = self._programs or ensure_programs(say=self._say)
+        return self._programs[name]
+
+    def _run(self, name: str, *arguments: str, input: str | None = None, timeout: float = 90.0) -> str:
+        # HOME: kubectl's discovery cache must be this cluster's own, ports are reused by later ones.
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(self.state),
+            "KUBECONFIG": str(self.kubeconfig),
+        }
+        done = subprocess.run(
+            [str(self.program(name)), *arguments],
+            input=input,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ClusterError(f"{name} {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def _start_hollow(self, plane: ControlPlane, mark: str) -> None:
+        started = time.monotonic()
+        ready = self.state / "hollow" / "ready"
+        record = self.state / "run" / f"{_HOLLOW}.json"
+        log = plane.log(_HOLLOW)
+        process = processes.start(
+            _HOLLOW,
+            [
+                sys.executable,
+                "-m",
+                "e2e.cluster.hollow",
+                f"--kubeconfig={plane.kubeconfig(HOLLOW)}",
+                f"--folder={self.state / 'hollow'}",
+                f"--memory-folder={memory_folder(mark)}",
+                f"--nodes={self.nodes}",
+                f"--mark={mark}",
+            ],
+            log=log,
+            environment={
+                **plane.environment,
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "operator"), str(ROOT)]),
+                "PYTHONUNBUFFERED": "1",
+            },
+            record=record,
+        )
+        while not ready.exists():
+            if not process.alive():
+                raise ClusterError(f"hollow kubelet ended at start:\n{plane.tail(_HOLLOW)}")
+            if time.monotonic() - started > 60:
+                raise ClusterError(f"hollow nodes not ready within 60 s:\n{plane.tail(_HOLLOW)}")
+            time.sleep(0.05)
+        self.kubectl("wait", "node", "--all", "--for=condition=Ready", "--timeout=60s")
+        self._say(f"{self.nodes} hollow nodes Ready ({time.monotonic() - started:.1f} s)")
+
+    def _record(self) -> _Record | None:
+        try:
+            return _Record(**json.loads((self.state / "cluster.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _require(self) -> _Record:
+        record = self._record()
+        if record is None:
+            raise ClusterError(f"no cluster in {self.state}: start one with 'make cluster'")
+        return record
+
+    def _write_record(self, record: _Record) -> None:
+        pki.write_private(self.state / "cluster.json", json.dumps(record.__dict__).encode())
+
+
+def memory_folder(mark: str) -> Path:
+    """Where memory-backed volumes of a cluster lie: a tmpfs, so that they cost memory as in a real pod."""
+    return Path("/dev/shm") / f"rlfleet-{mark[:12]}"
+
+
+def kubectl_hint(cluster: LocalCluster) -> Sequence[str]:
+    """Lines that tell a person how to use the cluster."""
+    return [
+        f"export KUBECONFIG={cluster.kubeconfig}",
+        f"export PATH={cluster.program('kubectl').parent}:$PATH",
+        "kubectl get nodes",
+    ]
+
+
+__all__ = ["ADMIN", "DEFAULT_STATE", "ROOT", "ClusterError", "LocalCluster", "kubectl_hint", "memory_folder"]
