@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -31,9 +32,10 @@ class SigningKeyError(Exception):
 class SigningKeys:
     """Signs control and push tokens; see api/tokens.py for what they say."""
 
-    def __init__(self, seed: bytes) -> None:
+    def __init__(self, seed: bytes, *, wall_seconds: Callable[[], float] = time.time) -> None:
         if len(seed) != 32:
             raise SigningKeyError(f"Secret {SECRET_NAME}: field {PRIVATE_FIELD} must be 32 bytes, has {len(seed)}")
+        self._wall_seconds = wall_seconds
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         self._public = base64.b64encode(public).decode()
@@ -73,10 +75,9 @@ class SigningKeys:
         pipeline: str,
         operation: str,
         generation: int,
-        issued_at: int,
         ttl_seconds: int = tokens.CONTROL_TTL_SECONDS,
     ) -> str:
-        """A token; ``issued_at`` in seconds since the epoch, ``audience`` are pod UIDs."""
+        """A token issued now; ``audience`` are pod UIDs. See api/tokens.py."""
         return tokens.sign(
             self._key,
             self.kid,
@@ -85,7 +86,7 @@ class SigningKeys:
             pipeline=pipeline,
             operation=operation,
             generation=generation,
-            issued_at=issued_at,
+            issued_at=int(self._wall_seconds()),
             ttl_seconds=ttl_seconds,
         )
 
