@@ -22,6 +22,8 @@ POOL: Final = f"{GROUP}/pool"
 ENGINE_INDEX: Final = f"{GROUP}/engine-index"
 #: On pods: hash of the pod template that they were made from, with the version of the hash itself.
 TEMPLATE_HASH: Final = f"{GROUP}/template-hash"
+#: Annotation on pods of a Pinned pool: "<node>/<device>,<device>" that this engine was given.
+DEVICES: Final = f"{GROUP}/devices"
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 
