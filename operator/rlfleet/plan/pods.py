@@ -1,0 +1,240 @@
+"""The engine pod: the user's template, our settings, the identity of one engine, and its gate.
+
+Invariants:
+- identity wins over the template, and the template object is never changed;
+- every path that a container uses is told to it by its environment.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rlfleet.api import labels, naming
+from rlfleet.plan.template import (
+    ENGINE,
+    GATE,
+    GPU_RESOURCE,
+    STAGING_DIR,
+    STAGING_VOLUME,
+    STARTED_PATH,
+    STATE_DIR,
+    STATE_VOLUME,
+    VISIBLE_DEVICES,
+    Assignment,
+    InvalidPool,
+    asks_gpu,
+    assignments,
+    engine_of,
+    engine_port,
+    gate_port,
+    gpus_per_engine,
+    is_pinned,
+    staging_mib,
+    template_hash,
+    template_of,
+    validate,
+)
+
+Obj = dict[str, Any]
+
+GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
+#: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
+ENGINE_START_PERIOD: Final = 2
+ENGINE_START_FAILURES: Final = 1800
+GATE_START_FAILURES: Final = 3600
+
+
+def build_pod(pool: Mapping[str, Any], index: int, name: str, *, public_keys: Mapping[str, str]) -> Obj:
+    """The pod of engine ``index``, to be created as ``name``. Raises InvalidPool."""
+    validate(pool)
+    meta = pool["metadata"]
+    assignment = None
+    if is_pinned(pool):
+        slots = assignments(pool)
+        if index >= len(slots):
+            raise InvalidPool(f"spec.placement.devices has room for {len(slots)} engines, not for index {index}")
+        assignment = slots[index]
+    template = template_of(pool)
+    spec: Obj = copy.deepcopy(dict(template["spec"]))
+    spec["restartPolicy"] = "Never"
+    # Neither engine nor gate talks to the apiserver; a token in the pod would only be there to be stolen.
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("enableServiceLinks", False)
+    identity = _identity(pool, index)
+    for container in spec["containers"]:
+        if container["name"] == ENGINE:
+            _engine_container(pool, container, identity, assignment)
+    staging = staging_mib(pool)
+    spec["initContainers"] = [
+        *(spec.get("initContainers") or []),
+        # Last: its promise (our address is in no router) is then as fresh as can be when the engine starts.
+        _gate_container(pool, identity, assignment, staging, public_keys),
+    ]
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        {"name": STATE_VOLUME, "emptyDir": {}},
+        {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
+    ]
+    if assignment is not None:
+        _pin(spec, assignment.node)
+    template_meta = template.get("metadata") or {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": meta["namespace"],
+            "labels": {
+                **(template_meta.get("labels") or {}),
+                labels.PIPELINE: pool["spec"]["pipeline"],
+                labels.POOL: meta["name"],
+                labels.ENGINE_INDEX: str(index),
+                labels.TEMPLATE_HASH: template_hash(pool),
+                labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+            },
+            "annotations": {
+                **(template_meta.get("annotations") or {}),
+                # A node drained for cost would take an engine, and with it a member of a round.
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+                "karpenter.sh/do-not-disrupt": "true",
+                **({labels.DEVICES: assignment.text} if assignment is not None else {}),
+            },
+            "ownerReferences": [
+                {
+                    "apiVersion": labels.API_VERSION,
+                    "kind": "EnginePool",
+                    "name": meta["name"],
+                    "uid": meta["uid"],
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ],
+        },
+        "spec": spec,
+    }
+
+
+def _identity(pool: Mapping[str, Any], index: int) -> list[Obj]:
+    name = pool["metadata"]["name"]
+    model = engine_of(pool).get("model")
+    return [
+        _field("RLFLEET_POD_IP", "status.podIP"),
+        _value("RLFLEET_PIPELINE", pool["spec"]["pipeline"]),
+        _value("RLFLEET_POOL", name),
+        _value("RLFLEET_ENGINE_NAME", naming.engine_name(name, index)),
+        _value("RLFLEET_ENGINE_INDEX", str(index)),
+        _value("RLFLEET_STAGING_DIR", STAGING_DIR),
+        *([_value("RLFLEET_MODEL", model)] if model else []),
+    ]
+
+
+def _engine_container(
+    pool: Mapping[str, Any], container: Obj, identity: list[Obj], assignment: Assignment | None
+) -> None:
+    devices = [_value(VISIBLE_DEVICES, ",".join(assignment.devices))] if assignment is not None else []
+    # Ours first, so that the user's variables and arguments may refer to them.
+    container["env"] = [*copy.deepcopy(identity), *devices, *(container.get("env") or [])]
+    container["volumeMounts"] = [
+        *(container.get("volumeMounts") or []),
+        {"name": STAGING_VOLUME, "mountPath": STAGING_DIR, "readOnly": True},
+    ]
+    container.setdefault(
+        "startupProbe",
+        {
+            "httpGet": {"path": STARTED_PATH[engine_of(pool)["type"]], "port": engine_port(pool)},
+            "periodSeconds": ENGINE_START_PERIOD,
+            "timeoutSeconds": 5,
+            "failureThreshold": ENGINE_START_FAILURES,
+        },
+    )
+    if assignment is None and not asks_gpu(container):
+        resources = container["resources"] = dict(container.get("resources") or {})
+        for part in ("requests", "limits"):
+            resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_perengine_of(pool))}
+
+
+def _gate_container(
+    pool: Mapping[str, Any],
+    identity: list[Obj],
+    assignment: Assignment | None,
+    staging: int,
+    public_keys: Mapping[str, str],
+) -> Obj:
+    gate = pool["spec"]["gate"]
+    port = gate_port(pool)
+    resources = copy.deepcopy(gate.get("resources")) or {
+        # The memory volume is charged to whoever writes it: the gate.
+        "requests": {"cpu": "100m", "memory": f"{staging + 256}Mi"}
+    }
+    # Without a limit the downward API would give the whole node's memory, which is no limit of ours.
+    limit = (
+        {"valueFrom": {"resourceFieldRef": {"containerName": GATE, "resource": "limits.memory", "divisor": "1"}}}
+        if "memory" in (resources.get("limits") or {})
+        else {"value": "0"}
+    )
+    env = [
+        *copy.deepcopy(identity),
+        _field("RLFLEET_POD_UID", "metadata.uid"),
+        _field("RLFLEET_POD_NAME", "metadata.name"),
+        _field("RLFLEET_POD_NAMESPACE", "metadata.namespace"),
+        _field("RLFLEET_NODE_NAME", "spec.nodeName"),
+        _value("RLFLEET_GATE_PORT", str(port)),
+        _value("RLFLEET_STATE_DIR", STATE_DIR),
+        _value("RLFLEET_ENGINE_TYPE", engine_of(pool)["type"]),
+        _value("RLFLEET_ENGINE_URL", f"http://$(RLFLEET_POD_IP):{engine_port(pool)}"),
+        _value("RLFLEET_STAGING_LIMIT_BYTES", str(staging * 2**20)),
+        {"name": "RLFLEET_MEMORY_LIMIT_BYTES", **limit},
+        _value("RLFLEET_PUBLIC_KEYS", json.dumps(dict(public_keys), sort_keys=True)),
+    ]
+    if assignment is not None:
+        env.append(_value("RLFLEET_DEVICES", ",".join(assignment.devices)))
+    return {
+        "name": GATE,
+        "image": gate["image"],
+        **({"imagePullPolicy": gate["imagePullPolicy"]} if gate.get("imagePullPolicy") else {}),
+        "command": list(GATE_COMMAND),
+        "restartPolicy": "Always",
+        "env": env,
+        "ports": [{"name": "gate", "containerPort": port}],
+        "resources": resources,
+        "volumeMounts": [
+            {"name": STATE_VOLUME, "mountPath": STATE_DIR},
+            {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},
+        ],
+        "startupProbe": _probe("/startupz", port, period=1, failures=GATE_START_FAILURES),
+        "readinessProbe": _probe("/readyz", port, period=2, failures=3),
+        "livenessProbe": _probe("/livez", port, period=10, failures=6),
+    }
+
+
+def _pin(spec: Obj, node: str) -> None:
+    """Require the node, beside whatever the user requires: terms are alternatives, so each one gets the rule."""
+    rule = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    of_node = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
+    required = dict(of_node.get("requiredDuringSchedulingIgnoredDuringExecution") or {})
+    terms = required.get("nodeSelectorTerms") or [{}]
+    required["nodeSelectorTerms"] = [
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or []), copy.deepcopy(rule)]} for term in terms
+    ]
+    of_node["requiredDuringSchedulingIgnoredDuringExecution"] = required
+
+
+def _probe(path: str, port: int, *, period: int, failures: int) -> Obj:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _value(name: str, value: str) -> Obj:
+    return {"name": name, "value": value}
+
+
+def _field(name: str, path: str) -> Obj:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

@@ -1,0 +1,229 @@
+"""What an EnginePool's spec says about its pods: ports, placement, what it may not contain, and its hash.
+
+Invariants:
+- what the schema cannot see is refused here with the field's name, before a pod is made of it;
+- what shapes a pod is hashed under a versioned function that stays as it is, so a newer operator does not take the
+  pods of an older one for outdated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlfleet.api import naming
+from rlfleet.api.wire import DEFAULT_GATE_PORT
+
+ENGINE: Final = "engine"
+GATE: Final = "gate"
+STATE_VOLUME: Final = "rlfleet-state"
+STAGING_VOLUME: Final = "rlfleet-staging"
+STATE_DIR: Final = "/var/lib/rlfleet/state"
+STAGING_DIR: Final = "/var/lib/rlfleet/staging"
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
+DEFAULT_ENGINE_PORT: Final = 30000
+DEFAULT_STAGING_MIB: Final = 1024
+#: Where an engine says that its process is up and its model is loaded, by engine type.
+STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
+
+_RESERVED_PREFIX = "RLFLEET_"
+
+
+class InvalidPool(Exception):
+    """The pool's spec cannot become pods; the message names the field and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Placement Pinned: the node and the devices of one engine."""
+
+    node: str
+    devices: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """As it stands in the pod's annotation."""
+        return f"{self.node}/{','.join(self.devices)}"
+
+
+# -------------------------------------------------------------------------------------------- reading the spec
+
+
+def engine_port(pool: Mapping[str, Any]) -> int:
+    """The port on which the pool's engines listen."""
+    return int(engine_of(pool).get("port") or DEFAULT_ENGINE_PORT)
+
+
+def gate_port(pool: Mapping[str, Any]) -> int:
+    """The port on which the pool's gates listen."""
+    return int((pool["spec"].get("gate") or {}).get("port") or DEFAULT_GATE_PORT)
+
+
+def gpus_perengine_of(pool: Mapping[str, Any]) -> int:
+    """GPUs that one engine takes; 1 where the spec does not say."""
+    value = engine_of(pool).get("gpusPerEngine")
+    return 1 if value is None else int(value)
+
+
+def is_pinned(pool: Mapping[str, Any]) -> bool:
+    """Whether engines go to the devices that the spec lists."""
+    return (pool["spec"].get("placement") or {}).get("mode") == "Pinned"
+
+
+def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
+    """Placement Pinned: who gets which devices, by engine index.
+
+    Devices are handed out in the order of the list, ``gpusPerEngine`` at a time; an engine never spans two nodes, so
+    what is left over on a node stays free.
+    """
+    size = gpus_perengine_of(pool)
+    result = []
+    for entry in (pool["spec"].get("placement") or {}).get("devices") or []:
+        devices = list(entry.get("devices") or [])
+        for start in range(0, len(devices) - size + 1, size):
+            result.append(Assignment(str(entry["node"]), tuple(sorted(devices[start : start + size]))))
+    return result
+
+
+def staging_mib(pool: Mapping[str, Any]) -> int:
+    """Size of the memory volume in MiB."""
+    return int((pool["spec"].get("gate") or {}).get("stagingMiB") or DEFAULT_STAGING_MIB)
+
+
+def engine_of(pool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``spec.engine``."""
+    return pool["spec"].get("engine") or {}
+
+
+def template_of(pool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``spec.source.template``."""
+    return (pool["spec"].get("source") or {}).get("template") or {}
+
+
+# -------------------------------------------------------------------------------------------- validation
+
+
+def validate(pool: Mapping[str, Any]) -> None:
+    """Raise InvalidPool for what the schema cannot see."""
+    name = pool["metadata"]["name"]
+    if len(name) > naming.MAX_POOL_NAME:
+        raise InvalidPool(
+            f"metadata.name has {len(name)} characters; names of its pods leave room for {naming.MAX_POOL_NAME}"
+        )
+    kind = engine_of(pool).get("type")
+    if kind not in STARTED_PATH:
+        raise InvalidPool(f"spec.engine.type {kind!r} is not supported; use one of {', '.join(STARTED_PATH)}")
+    if gpus_perengine_of(pool) < 1:
+        raise InvalidPool("spec.engine.gpusPerEngine must be at least 1")
+    if not (pool["spec"].get("gate") or {}).get("image"):
+        raise InvalidPool("spec.gate.image is missing")
+    if gate_port(pool) == engine_port(pool):
+        raise InvalidPool(f"spec.gate.port and spec.engine.port are both {gate_port(pool)}")
+    where = "spec.source.template.spec"
+    spec = template_of(pool).get("spec")
+    if not isinstance(spec, Mapping):
+        raise InvalidPool(f"{where} is missing")
+    _validate_spec(pool, spec, where)
+
+
+def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> None:
+    containers = _named(spec, "containers", where)
+    inits = _named(spec, "initContainers", where)
+    engines = [c for c in containers if c["name"] == ENGINE]
+    if len(engines) != 1:
+        names = ", ".join(c["name"] for c in containers) or "none"
+        raise InvalidPool(f"{where}.containers needs exactly one container named {ENGINE!r} (found: {names})")
+    if any(c["name"] == GATE for c in [*containers, *inits]):
+        raise InvalidPool(f"{where}: the container name {GATE!r} is the operator's")
+    for i, volume in enumerate(spec.get("volumes") or []):
+        if volume.get("name") in (STATE_VOLUME, STAGING_VOLUME):
+            raise InvalidPool(f"{where}.volumes[{i}].name {volume['name']!r} is the operator's")
+    for container in [*containers, *inits]:
+        at = f"{where}: container {container['name']!r}"
+        for mount in container.get("volumeMounts") or []:
+            path = str(mount.get("mountPath") or "").rstrip("/") + "/"
+            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/")):
+                raise InvalidPool(f"{at}: mountPath {path!r} is the operator's")
+        for env in container.get("env") or []:
+            key = str(env.get("name") or "")
+            if key.startswith(_RESERVED_PREFIX):
+                raise InvalidPool(f"{at}: environment variables named {_RESERVED_PREFIX}* are the operator's ({key})")
+            if key == VISIBLE_DEVICES and container["name"] == ENGINE and is_pinned(pool):
+                raise InvalidPool(f"{at}: with placement Pinned the operator sets {VISIBLE_DEVICES}")
+    if is_pinned(pool) and asks_gpu(engines[0]):
+        raise InvalidPool(f"{where}: with placement Pinned the engine must not also ask for {GPU_RESOURCE}")
+
+
+def _named(spec: Mapping[str, Any], field: str, where: str) -> list[Mapping[str, Any]]:
+    items = spec.get(field) or []
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise InvalidPool(f"{where}.{field} must be a list")
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping) or not isinstance(item.get("name"), str) or not item["name"]:
+            raise InvalidPool(f"{where}.{field}[{i}] needs a name")
+    return list(items)
+
+
+def asks_gpu(container: Mapping[str, Any]) -> bool:
+    """Whether the container itself asks for GPUs of the scheduler."""
+    resources = container.get("resources") or {}
+    return any(GPU_RESOURCE in (resources.get(part) or {}) for part in ("requests", "limits"))
+
+
+# -------------------------------------------------------------------------------------------- template hash
+
+
+def _hash_v1(pool: Mapping[str, Any]) -> str:
+    """Version 1: engine, template and gate settings. Frozen: a change of what is hashed is a new version."""
+    engine, gate = engine_of(pool), pool["spec"].get("gate") or {}
+    shape = {
+        "engine": {
+            "type": engine.get("type"),
+            "port": engine_port(pool),
+            "gpusPerEngine": gpus_perengine_of(pool),
+            "model": engine.get("model"),
+        },
+        "template": {
+            "labels": (template_of(pool).get("metadata") or {}).get("labels") or {},
+            "annotations": (template_of(pool).get("metadata") or {}).get("annotations") or {},
+            "spec": template_of(pool).get("spec"),
+        },
+        "gate": {
+            "image": gate.get("image"),
+            "imagePullPolicy": gate.get("imagePullPolicy"),
+            "port": gate_port(pool),
+            "stagingMiB": staging_mib(pool),
+            "resources": gate.get("resources"),
+        },
+        "placement": "Pinned" if is_pinned(pool) else "Scheduler",
+    }
+    text = json.dumps(shape, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_HASHES: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {"v1": _hash_v1}
+_CURRENT: Final = "v1"
+
+
+def template_hash(pool: Mapping[str, Any]) -> str:
+    """``<version of the hash>-<hash>`` of the parts of the spec that shape a pod, whichever engine it is."""
+    return f"{_CURRENT}-{_HASHES[_CURRENT](pool)}"
+
+
+def is_outdated(pool: Mapping[str, Any], pod_hash: str, pod_assignment: str, index: int) -> bool:
+    """Whether a pod with this hash label and devices annotation would look different if made now.
+
+    A hash of a version that this operator does not know is left alone: it cannot tell.
+    """
+    version, _, digest = pod_hash.partition("-")
+    function = _HASHES.get(version)
+    if function is not None and function(pool) != digest:
+        return True
+    if not is_pinned(pool):
+        return bool(pod_assignment)
+    slots = assignments(pool)
+    return index < len(slots) and slots[index].text != pod_assignment
