@@ -1,0 +1,138 @@
+"""``python -m e2e.sim.engine``: start one reference engine.
+
+Invariant: the port opens only when the weights are loaded, and nothing listens but ``--host``:``--port``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import zlib
+from pathlib import Path
+
+from aiohttp import web
+
+from e2e.sim.model import MODELS, ModelConfig, initial_state, load_config
+from e2e.sim.model_numpy import NumpyModel
+
+from .faults import Faults
+from .frontend import FrontEnd
+from .groups_api import Groups
+from .scheduler import Model, Scheduler
+from .server import Server
+from .weights import WeightStore
+
+log = logging.getLogger("e2e.sim.engine")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m e2e.sim.engine", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--model", default="tiny", help=f"checkpoint directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--served-model-name", help="default: what --model says")
+    parser.add_argument("--backend", choices=("torch", "numpy"), default="torch", help="numpy: no broadcast groups")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of sampling")
+    parser.add_argument("--api-key", help="key for user paths")
+    parser.add_argument("--admin-api-key", help="key for control paths")
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, help="least duration of a decode step, as a larger model has"
+    )
+    parser.add_argument("--health-timeout", type=float, default=20.0, help="seconds until /health answers 503")
+    parser.add_argument("--no-health-generation", action="store_true", help="/health is a plain 200")
+    parser.add_argument("--group-timeout", type=float, default=1800.0, help="seconds of rendezvous and collectives")
+    parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
+    return parser.parse_args()
+
+
+def _fatal(message: str) -> None:
+    """The real engine's scheduler takes the whole server down with it."""
+    sys.stderr.write(f"{message}\nthe engine exits\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _load(model: str, seed: int) -> tuple[ModelConfig, WeightStore, str]:
+    directory = Path(model)
+    if directory.is_dir():
+        config = load_config(directory)
+        weights = WeightStore(config, {})
+        weights.load_directory(directory)
+        return config, weights, str(directory.resolve())
+    if model not in MODELS:
+        raise SystemExit(f"--model {model}: neither a directory nor one of {', '.join(MODELS)}")
+    config = MODELS[model]
+    return config, WeightStore(config, initial_state(config, seed)), ""
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    config, weights, path = _load(arguments.model, arguments.seed)
+    slots = arguments.max_running_requests
+    groups: Groups | None = None
+    model: Model
+    if arguments.backend == "torch":
+        from e2e.sim.model_torch import TorchModel
+
+        from .groups import BroadcastGroups
+
+        groups = BroadcastGroups(arguments.host, arguments.group_timeout)
+        model = TorchModel(config, weights.parameters, slots)
+    else:
+        model = NumpyModel(config, weights.parameters, slots)
+    scheduler = Scheduler(
+        weights,
+        model,
+        slots=slots,
+        # Engines of one pool share --seed; their samples must still differ.
+        seed=arguments.seed ^ zlib.crc32(f"{arguments.host}:{arguments.port}".encode()),
+        step_seconds=arguments.step_ms / 1000,
+        fatal=_fatal,
+    )
+    front = FrontEnd(
+        scheduler,
+        weights,
+        groups,
+        model_path=path,
+        served_model_name=arguments.served_model_name or arguments.model,
+        health_seconds=arguments.health_timeout,
+        fatal=_fatal,
+    )
+    server = Server(
+        front,
+        Faults(arguments.fault_file),
+        api_key=arguments.api_key,
+        admin_key=arguments.admin_api_key,
+        metrics=arguments.enable_metrics,
+        health_generates=not arguments.no_health_generation,
+    )
+    scheduler.start()
+    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await web.TCPSite(runner, arguments.host, arguments.port).start()
+    log.info("serving %s (%s) on http://%s:%d", arguments.model, arguments.backend, arguments.host, arguments.port)
+    await stop.wait()
+    await runner.cleanup()
+    if not scheduler.stop(timeout=1):
+        # Stuck in a collective: nothing but the end of the process frees it.
+        log.warning("the scheduler is stuck in a call; exiting anyway")
+        os._exit(0)
+
+
+def main() -> None:
+    """Parse arguments and serve until SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    sys.setswitchinterval(0.001)  # the event loop must not wait long behind decode steps
+    asyncio.run(_serve(_arguments()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Scripted misbehaviour, per call: ``{"<path without slash>": {"action": ..., "seconds": ..., "times": ...}}``.
+
+Actions: ``delay`` (wait, then act), ``http500`` (answer 500), ``hang`` (never answer), ``die`` (exit at once).
+``when`` is ``before`` (default) or ``after`` the real work: a 500 after the work is a failure that was none.
+``times`` limits how often it strikes (default: always). The file is read again at every call, so a test can change
+its mind; a changed rule starts to count anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ACTIONS = ("delay", "http500", "hang", "die")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rule. ``seconds`` applies to ``delay``; ``times`` None means without limit."""
+
+    action: str
+    seconds: float = 1.0
+    times: int | None = None
+    when: str = "before"
+
+
+def parse(raw: Any) -> dict[str, Fault]:
+    """Rules from JSON. ValueError that names the wrong field."""
+    if not isinstance(raw, dict):
+        raise ValueError("faults must be an object of path: rule")
+    rules = {}
+    for path, rule in raw.items():
+        if not isinstance(rule, dict) or set(rule) - {"action", "seconds", "times", "when"}:
+            raise ValueError(f"faults[{path}]: wants action, seconds, times, when")
+        fault = Fault(**rule)
+        if fault.action not in ACTIONS or fault.when not in ("before", "after"):
+            raise ValueError(f"faults[{path}]: action must be one of {ACTIONS}, when before or after")
+        rules[path.strip("/")] = fault
+    return rules
+
+
+class Faults:
+    """The rules in force: those of the file (if any), overridden by those set over HTTP."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._set: dict[str, Fault] = {}
+        self._used: dict[tuple[str, Fault], int] = {}
+
+    def replace(self, rules: Mapping[str, Fault]) -> None:
+        """Replace the rules set over HTTP, and start counting anew."""
+        self._set = dict(rules)
+        self._used.clear()
+
+    def rules(self) -> dict[str, Fault]:
+        """All rules in force. ValueError when the file is malformed."""
+        rules: dict[str, Fault] = {}
+        if self._file is not None and self._file.exists():
+            rules = parse(json.loads(self._file.read_text() or "{}"))
+        return rules | self._set
+
+    def strike(self, path: str, when: str) -> Fault | None:
+        """The fault that hits this call now, counted; None for none. ValueError when the file is malformed."""
+        fault = self.rules().get(path.strip("/"))
+        if fault is None or fault.when != when:
+            return None
+        used = self._used.get((path, fault), 0)
+        if fault.times is not None and used >= fault.times:
+            return None
+        self._used[path, fault] = used + 1
+        return fault

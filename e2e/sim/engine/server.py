@@ -1,0 +1,258 @@
+"""HTTP side of the reference engine: routes, keys, error bodies and scripted faults.
+
+Invariants: control calls run to their end even when the caller has gone (a client's timeout frees nothing); a
+generate call ends with its caller. User and admin keys are refused on each other's paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from . import bodies
+from .bodies import BodyError
+from .faults import Fault, Faults, parse
+from .frontend import FrontEnd, Refused
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+B = TypeVar("B")
+
+#: Paths that take the admin key when there is one.
+CONTROL = frozenset(
+    {
+        "/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update",
+        "/update_weights_from_distributed", "/update_weights_from_disk", "/update_weight_version",
+        "/get_weights_by_name", "/weights_checker", "/pause_generation", "/continue_generation", "/abort_request",
+        "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+    }
+)  # fmt: skip
+_OPEN = ("/health", "/ready", "/metrics")
+
+
+def error(message: str, status: int = 400, kind: str = "BadRequestError") -> web.Response:
+    """The engine's error object."""
+    return web.json_response({"object": "error", "message": message, "type": kind, "code": status}, status=status)
+
+
+class Server:
+    """Routes of one engine. ``metrics``: whether /metrics exists."""
+
+    def __init__(
+        self,
+        front: FrontEnd,
+        faults: Faults,
+        *,
+        api_key: str | None,
+        admin_key: str | None,
+        metrics: bool,
+        health_generates: bool,
+    ) -> None:
+        self._front = front
+        self._faults = faults
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._metrics_enabled = metrics
+        self._health_generates = health_generates
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def app(self) -> web.Application:
+        """The application; serve it with ``handler_cancellation`` on."""
+        app = web.Application(client_max_size=64 << 20, middlewares=[self._authenticate, self._misbehave, self._refuse])
+        either = (("GET", "POST"), ("GET",), ("POST",))
+        routes: list[tuple[tuple[str, ...], str, Handler]] = [
+            (either[2], "/generate", self._generate),
+            (either[1], "/health", self._health),
+            (either[1], "/health_generate", self._health_generate),
+            (either[1], "/ready", self._ready),
+            (either[1], "/metrics", self._metrics),
+            (either[1], "/model_info", self._model_info),
+            (either[1], "/get_model_info", self._model_info),
+            (either[1], "/server_info", self._server_info),
+            (either[1], "/get_server_info", self._server_info),
+            (either[1], "/v1/loads", self._loads),
+            (either[1], "/v1/models", self._models),
+            (either[2], "/init_weights_update_group", self._result(bodies.InitGroup, self._front.init_group)),
+            (either[2], "/destroy_weights_update_group", self._result(bodies.DestroyGroup, self._front.destroy_group)),
+            (either[2], "/begin_weight_update", self._result(bodies.BeginUpdate, lambda _: self._front.begin_update())),
+            (either[2], "/end_weight_update", self._result(bodies.EndUpdate, lambda _: self._front.end_update())),
+            (
+                either[2],
+                "/update_weights_from_distributed",
+                self._result(bodies.FromDistributed, self._front.from_distributed),
+            ),
+            (either[2], "/update_weights_from_disk", self._result(bodies.FromDisk, self._front.from_disk)),
+            (either[2], "/update_weight_version", self._result(bodies.WeightVersion, self._front.set_version)),
+            (either[0], "/weights_checker", self._result(bodies.CheckWeights, self._front.check_weights)),
+            (either[0], "/get_weights_by_name", self._weights_by_name),
+            (either[2], "/pause_generation", self._pause),
+            (either[2], "/continue_generation", self._continue),
+            (either[2], "/abort_request", self._abort),
+            (either[0], "/flush_cache", self._flush),
+            (either[0], "/release_memory_occupation", self._release),
+            (either[0], "/resume_memory_occupation", self._resume),
+            (either[0], "/_sim/faults", self._set_faults),
+        ]
+        for methods, path, handler in routes:
+            for method in methods:
+                app.router.add_route(method, path, handler)
+        return app
+
+    # ---- middlewares --------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        wanted = self._admin_key or self._api_key if request.path in CONTROL else self._api_key
+        if wanted is not None and not request.path.startswith((*_OPEN, "/_sim/")):
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {wanted}".encode()):
+                return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    @web.middleware
+    async def _misbehave(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith("/_sim/"):
+            return await handler(request)
+        broken = await _strike(self._faults.strike(request.path, "before"))
+        if broken is not None:
+            return broken
+        response = await handler(request)
+        return await _strike(self._faults.strike(request.path, "after")) or response
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (BodyError, Refused) as problem:
+            return error(str(problem))
+        except (TypeError, ValueError) as problem:
+            return error(f"{type(problem).__name__}: {problem}")
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: web.Request, kind: type[B]) -> B:
+        raw = await request.read()
+        if not raw:
+            raise BodyError("1 validation error: body: Field required")
+        try:
+            return bodies.parse(kind, json.loads(raw))
+        except ValueError as problem:
+            raise BodyError(f"1 validation error: body: JSON decode error: {problem}") from problem
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    def _result(self, kind: type[B], call: Callable[[B], Coroutine[Any, Any, dict[str, Any]]]) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            answer = await self._to_the_end(call(await self._body(request, kind)))
+            return web.json_response(answer, status=200 if answer["success"] else 400)
+
+        return handle
+
+    # ---- handlers -----------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._front.generate(await self._body(request, bodies.Generate)))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return await self._health_generate(request) if self._health_generates else web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if await self._front.health() else 503)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._front.ready() else 503)
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response(self._front.model_info())
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(await self._front.server_info())
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response(self._front.loads())
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {"id": self._front.served_model_name, "object": "model", "owned_by": "sglang"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _weights_by_name(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._front.weights_by_name(await self._body(request, bodies.WeightsByName)))
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await self._body(request, bodies.Pause)
+        if body.mode not in ("abort", "retract", "in_place"):
+            raise BodyError("1 validation error: body.mode: Input should be 'abort', 'retract' or 'in_place'")
+        await self._to_the_end(self._front.pause(body.mode))
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        await self._body(request, bodies.Continue)
+        await self._to_the_end(self._front.resume())
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        await self._to_the_end(self._front.abort(await self._body(request, bodies.Abort)))
+        return web.Response()
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        timeout = float(request.query.get("timeout", "0"))
+        if await self._to_the_end(self._front.flush(timeout)):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        await self._to_the_end(self._front.release_memory((await self._body(request, bodies.MemoryTags)).tags))
+        return web.json_response(None)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._to_the_end(self._front.resume_memory((await self._body(request, bodies.MemoryTags)).tags))
+        return web.json_response(None)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        if not self._metrics_enabled:
+            return web.Response(status=404, text="Not Found")
+        scheduler, totals = self._front.scheduler, self._front.scheduler.counters
+        samples = {
+            "sglang:num_running_reqs": len(scheduler.running),
+            "sglang:num_queue_reqs": len(scheduler.waiting),
+            "sglang:num_paused_reqs": len(scheduler.waiting) if scheduler.paused else 0,
+            "sglang:num_aborted_requests_total": totals.aborted,
+            "sglang:num_retracted_reqs": totals.retracted,
+            "sglang:generation_tokens_total": totals.generated_tokens,
+            "sglang:num_requests_total": totals.finished,
+        }
+        return web.Response(text="".join(f"{name} {value}\n" for name, value in samples.items()))
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        # Only for the machine itself: on a pod network nobody else may make an engine misbehave.
+        if not ipaddress.ip_address(request.remote or "0.0.0.0").is_loopback:
+            return error("faults can be set from the loopback interface only", 403, "Forbidden")
+        if request.method == "POST":
+            self._faults.replace(parse(await request.json()))
+        return web.json_response({path: asdict(fault) for path, fault in self._faults.rules().items()})
+
+
+async def _strike(fault: Fault | None) -> web.Response | None:
+    if fault is None:
+        return None
+    if fault.action == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.action == "hang":
+        await asyncio.Event().wait()
+    if fault.action == "delay":
+        await asyncio.sleep(fault.seconds)
+        return None
+    return error("Internal Server Error (scripted)", 500, "InternalServerError")

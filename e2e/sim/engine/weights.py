@@ -1,0 +1,100 @@
+"""An engine's own (fused) parameters: loading into them, reading from them, hashing them.
+
+Invariant: a load writes tensor by tensor in the order given and stops at the first that does not fit; what was
+written before stays written, as in the real engine ("partially updated").
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from e2e.sim.model import Array, Location, ModelConfig, fused_location, fused_shapes, parameter_shapes
+from e2e.sim.tensors import read_safetensors
+
+
+class LoadError(Exception):
+    """A tensor does not fit the parameter that it is meant for, or a file can not be read."""
+
+
+class WeightStore:
+    """Fused parameters of one engine. The arrays keep their identity, so models may hold views of them."""
+
+    def __init__(self, config: ModelConfig, state: Mapping[str, Array]) -> None:
+        self.config = config
+        self._shapes = parameter_shapes(config)
+        self._locations: dict[str, Location] = {}
+        for name in self._shapes:
+            at = fused_location(config, name)
+            assert at is not None
+            self._locations[name] = at
+        self.parameters: dict[str, Array] = {n: np.zeros(s, np.float32) for n, s in fused_shapes(config).items()}
+        self._snapshot: dict[str, str] | None = None
+        self.load(state.items())
+
+    def load(self, tensors: Iterable[tuple[str, Array]]) -> int:
+        """Write tensors by their checkpoint names; returns how many were known. LoadError on a wrong shape.
+
+        Unknown names are skipped without a word, which is what makes a success answer no evidence.
+        """
+        loaded = 0
+        for name, value in tensors:
+            at = self._locations.get(name)
+            if at is None:
+                continue
+            if value.shape != self._shapes[name]:
+                raise LoadError(
+                    f"{name}: shape {list(value.shape)} does not fit parameter of shape {list(self._shapes[name])}"
+                )
+            self.parameters[at.parameter][at.start : at.stop] = value
+            loaded += 1
+        return loaded
+
+    def load_directory(self, directory: Path) -> int:
+        """Load every ``*.safetensors`` file of a directory, in name order. LoadError when one can not be read."""
+        try:
+            return sum(self.load(read_safetensors(path)) for path in sorted(directory.glob("*.safetensors")))
+        except (OSError, ValueError, KeyError) as error:
+            raise LoadError(str(error)) from error
+
+    def get(self, name: str) -> Array | None:
+        """One tensor by checkpoint name or fused name; None when unknown."""
+        if name in self.parameters:
+            return self.parameters[name]
+        at = self._locations.get(name)
+        return None if at is None else self.parameters[at.parameter][at.start : at.stop]
+
+    def checksums(self, skip: Iterable[str] = ()) -> dict[str, str]:
+        """Content hash of every fused parameter (its bytes, shape and dtype), leaving out the names in ``skip``."""
+        left_out = set(skip)
+        result = {}
+        for name, value in self.parameters.items():
+            if name in left_out:
+                continue
+            digest = hashlib.sha256(f"{value.dtype}{value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).data)
+            result[name] = digest.hexdigest()
+        return result
+
+    def snapshot(self) -> None:
+        """Remember the present checksums for :meth:`changed_since_snapshot`."""
+        self._snapshot = self.checksums()
+
+    def changed_since_snapshot(self) -> list[str] | None:
+        """Names whose content differs from the snapshot; None without one."""
+        if self._snapshot is None:
+            return None
+        return [name for name, value in self.checksums().items() if self._snapshot[name] != value]
+
+    def reset(self) -> None:
+        """Overwrite every parameter with zeros, so that a following load proves itself."""
+        for value in self.parameters.values():
+            value[...] = 0
+
+
+def combined(checksums: Mapping[str, str]) -> str:
+    """One hash over all parameters' checksums, independent of their order."""
+    return hashlib.sha256("\n".join(f"{n}={checksums[n]}" for n in sorted(checksums)).encode()).hexdigest()
