@@ -109,7 +109,7 @@ KINDS: tuple[Kind, ...] = (
         spec=EnginePoolSpec,
         status=EnginePoolStatus,
         plural="enginepools",
-        short="ep",
+        short="epool",
         max_name=naming.MAX_POOL_NAME,
         name_reason="its pods append an index and five digits",
         columns=(
@@ -165,7 +165,8 @@ def schema(kind: Kind) -> dict[str, Any]:
         "properties": {
             "apiVersion": {"description": "Version of this API.", "type": "string"},
             "kind": {"description": f"{kind.name}.", "type": "string"},
-            "metadata": {"type": "object"},
+            # Named so that the rule below can point at it.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": structural_schema(kind.spec, defaults=True),
             "status": structural_schema(kind.status, defaults=False),
         },
@@ -174,6 +175,7 @@ def schema(kind: Kind) -> dict[str, Any]:
                 f"self.metadata.name.size() <= {kind.max_name} && self.metadata.name.matches('{DNS_LABEL}')",
                 f"the name of {kind.name} may have {kind.max_name} characters at most, of a-z, 0-9 and '-', "
                 f"without '-' at either end: {kind.name_reason}",
+                at=".metadata.name",
             )
         ],
     }

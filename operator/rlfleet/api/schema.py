@@ -49,11 +49,15 @@ def structural_schema(model: type[BaseModel], *, defaults: bool) -> dict[str, An
     return _Converter(raw.get("$defs", {}), defaults).convert(raw, model.__name__)
 
 
-def _without_none(value: Any) -> Any:
-    # Spelled out in full: the server runs an object's rules on its default before it fills in the fields' own defaults.
+def _written_default(value: Any) -> Any:
+    """What to write as default: without parts that are empty or unset, None when nothing is left.
+
+    Objects are spelled out: the server runs an object's rules on its default before it fills in the fields' own.
+    """
     if isinstance(value, dict):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return value
+        parts = {key: _written_default(each) for key, each in value.items()}
+        value = {key: each for key, each in parts.items() if each is not None}
+    return None if value in ({}, []) else value
 
 
 class _Converter:
@@ -84,9 +88,9 @@ class _Converter:
         elif kind == "array":
             items = raw["items"]
             kept["items"] = self.convert({"description": f"One entry. {self._describe(items)}".strip()} | items, path)
-        default = kept.pop("default", None)
+        default = _written_default(kept.pop("default", None))
         if self._defaults and default is not None:
-            kept["default"] = _without_none(default)
+            kept["default"] = default
         self._check_bounds(kept, extensions, path)
         return kept | extensions
 

@@ -69,12 +69,12 @@ class EngineSpec(Spec):
     """The inference server in each pod."""
 
     type: EngineType = Field(
-        description="Inference server that the gate drives.", json_schema_extra=immutable("type", NEW_POOL)
+        description="Inference server that the gate drives.", json_schema_extra=immutable("engine.type", NEW_POOL)
     )
     port: Port = Field(
         default=30000,
         description="Port of the engine's HTTP server; also the port under which routers know it.",
-        json_schema_extra=immutable("port", NEW_POOL),
+        json_schema_extra=immutable("engine.port", NEW_POOL),
     )
     gpus_per_engine: int = Field(
         default=1,
@@ -82,7 +82,7 @@ class EngineSpec(Spec):
         le=64,
         description="GPUs of one engine. With placement Scheduler they are asked for by the template's own resource "
         "limits; with Pinned this many of the listed devices go to each engine.",
-        json_schema_extra=immutable("gpusPerEngine", NEW_POOL),
+        json_schema_extra=immutable("engine.gpusPerEngine", NEW_POOL),
     )
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,
@@ -190,9 +190,9 @@ class Placement(Spec):
     mode: PlacementMode = Field(
         default=PlacementMode.SCHEDULER,
         description="Scheduler: the Kubernetes scheduler decides; the gate reports which GPUs it got. "
-        "Pinned: engine i gets the i-th group of gpusPerEngine listed devices, through NVIDIA_VISIBLE_DEVICES; "
+        "Pinned: each engine gets the next gpusPerEngine listed devices of one node, through NVIDIA_VISIBLE_DEVICES; "
         "the pods ask for no GPU resource.",
-        json_schema_extra=immutable("mode", NEW_POOL),
+        json_schema_extra=immutable("placement.mode", NEW_POOL),
     )
     devices: tuple[NodeDevices, ...] | None = Field(
         default=None,
@@ -299,9 +299,9 @@ class EnginePoolSpec(Spec):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "!has(self.placement.devices) || self.replicas * self.engine.gpusPerEngine <= "
-                "self.placement.devices.map(n, n.devices.size()).sum()",
-                "replicas * engine.gpusPerEngine exceeds the number of devices listed in placement.devices",
+                "self.placement.mode != 'Pinned' || !has(self.placement.devices) || self.replicas <= "
+                "self.placement.devices.map(n, n.devices.size() / self.engine.gpusPerEngine).sum()",
+                "placement.devices has too few devices: each replica takes engine.gpusPerEngine devices of one node",
                 at=".replicas",
             ),
         )

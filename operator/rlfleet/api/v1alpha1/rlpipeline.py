@@ -209,10 +209,16 @@ class SyncSpec(Spec):
         "members, rounded up. More than that and the round fails before anything is committed.",
         json_schema_extra={
             "x-kubernetes-int-or-string": True,
-            "pattern": "^(100|[1-9]?[0-9])%$",
-            "maxLength": 4,
+            "maxLength": 32,
             "minimum": 0,
             "maximum": 4096,
+            # A rule instead of a pattern, whose answer would only cite a regular expression.
+            **rules(
+                rule(
+                    "type(self) == int || self.matches('^(100|[1-9]?[0-9])%$')",
+                    "maxUnavailable must be a number of engines, or a percentage from 0% to 100%",
+                )
+            ),
         },
     )
     on_failure: OnFailure = Field(
@@ -227,7 +233,7 @@ class RLPipelineSpec(Spec):
 
     trainer: Trainer | None = Field(
         default=None,
-        description="Where the trainer runs. Needed by transports Broadcast and Auto unless the sender reports GPUs.",
+        description="Where the trainer runs. Needed by transports Broadcast and Auto.",
     )
     weights: Weights = Field(description="Where complete weights come from.")
     transport: TransportSpec = Field(
