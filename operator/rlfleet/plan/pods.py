@@ -153,7 +153,7 @@ def _engine_container(
     if assignment is None and not asks_gpu(container):
         resources = container["resources"] = dict(container.get("resources") or {})
         for part in ("requests", "limits"):
-            resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_perengine_of(pool))}
+            resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_per_engine(pool))}
 
 
 def _gate_container(

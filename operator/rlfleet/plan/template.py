@@ -63,7 +63,7 @@ def gate_port(pool: Mapping[str, Any]) -> int:
     return int((pool["spec"].get("gate") or {}).get("port") or DEFAULT_GATE_PORT)
 
 
-def gpus_perengine_of(pool: Mapping[str, Any]) -> int:
+def gpus_per_engine(pool: Mapping[str, Any]) -> int:
     """GPUs that one engine takes; 1 where the spec does not say."""
     value = engine_of(pool).get("gpusPerEngine")
     return 1 if value is None else int(value)
@@ -80,7 +80,7 @@ def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
     Devices are handed out in the order of the list, ``gpusPerEngine`` at a time; an engine never spans two nodes, so
     what is left over on a node stays free.
     """
-    size = gpus_perengine_of(pool)
+    size = gpus_per_engine(pool)
     result = []
     for entry in (pool["spec"].get("placement") or {}).get("devices") or []:
         devices = list(entry.get("devices") or [])
@@ -117,7 +117,7 @@ def validate(pool: Mapping[str, Any]) -> None:
     kind = engine_of(pool).get("type")
     if kind not in STARTED_PATH:
         raise InvalidPool(f"spec.engine.type {kind!r} is not supported; use one of {', '.join(STARTED_PATH)}")
-    if gpus_perengine_of(pool) < 1:
+    if gpus_per_engine(pool) < 1:
         raise InvalidPool("spec.engine.gpusPerEngine must be at least 1")
     if not (pool["spec"].get("gate") or {}).get("image"):
         raise InvalidPool("spec.gate.image is missing")
@@ -184,7 +184,7 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
         "engine": {
             "type": engine.get("type"),
             "port": engine_port(pool),
-            "gpusPerEngine": gpus_perengine_of(pool),
+            "gpusPerEngine": gpus_per_engine(pool),
             "model": engine.get("model"),
         },
         "template": {
