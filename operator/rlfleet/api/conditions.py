@@ -25,6 +25,14 @@ class _Documented(StrEnum):
         member.meaning = meaning
         return member
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The member with this value; ValueError when the closed list has no such word."""
+        for member in cls:
+            if member.value == text:
+                return member
+        raise ValueError(f"{text!r} is not a {cls.__name__}")
+
 
 class ConditionStatus(StrEnum):
     """Status of a condition; Unknown is a verdict of its own, never a mild False."""

@@ -69,7 +69,9 @@ class TensorEntry(_Model):
     @model_validator(mode="after")
     def _known(self) -> TensorEntry:
         if self.dtype not in DTYPES:
-            raise ValueError(f"tensor {self.name!r}: dtype {self.dtype!r} can not be carried (known: {', '.join(DTYPES)})")
+            raise ValueError(
+                f"tensor {self.name!r}: dtype {self.dtype!r} can not be carried (known: {', '.join(DTYPES)})"
+            )
         if any(n < 0 for n in self.shape):
             raise ValueError(f"tensor {self.name!r}: negative size in shape {list(self.shape)}")
         return self
@@ -84,7 +86,9 @@ class Manifest(_Model):
 
     hash_algorithm: HashAlgorithm = "xxh3-128"
     tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=MAX_TENSORS)
-    bucket_bytes: tuple[int, ...] = Field(min_length=1, max_length=MAX_BUCKETS, description="bytes of each bucket's data region")
+    bucket_bytes: tuple[int, ...] = Field(
+        min_length=1, max_length=MAX_BUCKETS, description="bytes of each bucket's data region"
+    )
     digest: Digest
 
     @property
@@ -109,7 +113,9 @@ class Manifest(_Model):
                 raise ValueError(f"tensor {t.name!r}: bucket {t.bucket} is out of order or unknown")
             last_bucket = t.bucket
             if t.offset != ends[t.bucket]:
-                raise ValueError(f"tensor {t.name!r}: offset {t.offset} leaves a hole or overlaps (expected {ends[t.bucket]})")
+                raise ValueError(
+                    f"tensor {t.name!r}: offset {t.offset} leaves a hole or overlaps (expected {ends[t.bucket]})"
+                )
             ends[t.bucket] += t.nbytes
         if tuple(ends) != self.bucket_bytes:
             raise ValueError("bucketBytes do not equal the bytes of the tensors in each bucket")

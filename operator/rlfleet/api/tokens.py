@@ -114,7 +114,7 @@ def verify(token: str, keys: PublicKeys, *, audience: str) -> Claims:
     """Check signature, issuer, audience and times; raise TokenError with a reason that is safe to show."""
     try:
         kid = jwt.get_unverified_header(token).get("kid")
-        if kid not in keys:
+        if not isinstance(kid, str) or kid not in keys:
             raise TokenError("token is signed by an unknown key id")
         data = jwt.decode(
             token,

@@ -247,7 +247,7 @@ class ResumeOrder(Request):
 
 
 class PrepareOrder(Request):
-    """Get ready for one round's bytes. Serialized: reserve the memory volume; both: expect the manifest from the sender.
+    """Get ready for one round's bytes: reserve memory (Serialized) and expect the manifest from the sender (both).
 
     Replaces what an earlier round staged. Result: ``{"capacityBytes": n}``.
     """
@@ -332,7 +332,15 @@ class DiscardOrder(Request):
 
 
 Order = Annotated[
-    PauseOrder | ResumeOrder | PrepareOrder | LoadOrder | VerifyOrder | PublishOrder | OpenOrder | CloseOrder | DiscardOrder,
+    PauseOrder
+    | ResumeOrder
+    | PrepareOrder
+    | LoadOrder
+    | VerifyOrder
+    | PublishOrder
+    | OpenOrder
+    | CloseOrder
+    | DiscardOrder,
     Field(discriminator="kind"),
 ]
 
@@ -401,7 +409,7 @@ class StagedReport(Report):
     manifest_received: bool = False
     received_bytes: int = 0
     total_bytes: int = 0
-    complete: bool = Field(default=False, description="every byte is here and every tensor's hash equals the manifest's")
+    complete: bool = Field(default=False, description="every byte is here, every hash is the manifest's")
     error: ErrorBody | None = None
 
 
@@ -430,17 +438,21 @@ class GateStatus(Report):
     holds: HoldsRecord | None = None
     loads: tuple[LoadRecord, ...] = Field(default=(), description="latest last, at most 8")
     in_flight: str | None = Field(default=None, description="id of the running mutating operation")
-    uncertain: bool = Field(default=False, description="an operation has no recorded end; only status, pause and close are allowed")
+    uncertain: bool = Field(
+        default=False, description="an operation has no recorded end; only status, pause and close are allowed"
+    )
     staged: StagedReport | None = None
     staging_capacity_bytes: int = 0
-    routed: dict[str, bool | None] = Field(default_factory=dict, description="router name -> lists our URL; None: unknown")
+    routed: dict[str, bool | None] = Field(
+        default_factory=dict, description="router name -> it lists us; None: unknown"
+    )
     devices: DeviceReport = DeviceReport(source="Unknown")
     attempts: dict[str, int] = Field(
         default_factory=dict, description='"operationUID/step" -> highest attempt in the log, for the latest operations'
     )
 
 
-# Paths on a gate. Bulk: PUT /v1/staging/{operation UID}/manifest (JSON), PUT /v1/staging/{operation UID}/buckets/{index} (raw).
+# Bulk paths on a gate: PUT /v1/staging/{operation UID}/manifest (JSON) and .../buckets/{index} (raw bytes).
 # Probes (no token): GET /livez, /startupz, /readyz. Metrics: GET /metrics.
 
 
@@ -473,11 +485,13 @@ class SenderStatus(Report):
 
     protocol_version: int
     sender_version: str = ""
-    capabilities: tuple[str, ...] = Field(default=(), description='among "Serialized", "Broadcast/gloo", "Broadcast/nccl", "SecondSlot"')
+    capabilities: tuple[str, ...] = Field(
+        default=(), description='among "Serialized", "Broadcast/gloo", "Broadcast/nccl", "SecondSlot"'
+    )
     pod_uid: str
     incarnation: str = Field(description="nonce of the sender process")
     fence: Held = Held()
-    cache: SenderCache | None = Field(default=None, description="the newest complete weights; None before the first publish")
+    cache: SenderCache | None = Field(default=None, description="the newest complete weights; None before any publish")
     slots: tuple[SenderCache, ...] = Field(default=(), description="all complete weights held, newest last")
     publish_waiting: bool = Field(default=False, description="a newer publish waits for a hold to end")
     hold: SenderHold | None = None
@@ -504,7 +518,7 @@ class PushTarget(Request):
     url: Url = Field(description="base URL of the gate")
     pod_uid: Uid
     buckets: bool = Field(description="True: manifest and buckets (Serialized); False: the manifest only (Broadcast)")
-    token: Annotated[str, Field(max_length=4096)] = Field(description="push token bound to the round, the generation and this gate")
+    token: Annotated[str, Field(max_length=4096)] = Field(description="push token for this round, generation and gate")
 
 
 class PushOrder(Request):

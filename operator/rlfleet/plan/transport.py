@@ -90,7 +90,8 @@ def choose(
             )
         return dict.fromkeys(engines, Choice(Transport.BROADCAST))
     chosen = {
-        name: Choice(Transport.SERIALIZED, why[name]) if name in why else Choice(Transport.BROADCAST) for name in engines
+        name: Choice(Transport.SERIALIZED, why[name]) if name in why else Choice(Transport.BROADCAST)
+        for name in engines
     }
     kinds = {c.transport for c in chosen.values()}
     if assert_mixed and len(kinds) < 2:

@@ -35,9 +35,7 @@ def round_load(status: GateStatus, operation: str) -> LoadRecord | None:
     return next((load for load in reversed(status.loads) if load.operation == operation), None)
 
 
-def verdict(
-    member: Member, engine: Engine | None, *, operation: str, version: int, manifest_digest: str
-) -> Verdict:
+def verdict(member: Member, engine: Engine | None, *, operation: str, version: int, manifest_digest: str) -> Verdict:
     """Judge one member by what is observed of its engine now; ``engine`` None: no such pod exists any more."""
     if engine is None or engine.gone or engine.pod_uid != member.pod_uid:
         return Verdict.LOST
@@ -49,12 +47,7 @@ def verdict(
     if load is None:
         return Verdict.DROPPED if engine.leaving else Verdict.UNTOUCHED
     holds = engine.status.holds
-    if (
-        load.published
-        and holds is not None
-        and holds.version == version
-        and holds.manifest_digest == manifest_digest
-    ):
+    if load.published and holds is not None and holds.version == version and holds.manifest_digest == manifest_digest:
         return Verdict.WHOLE
     if load.state is OperationState.SUCCEEDED and not engine.status.uncertain:
         return Verdict.LOADED
@@ -89,9 +82,7 @@ class Agreement:
     unconfirmed: tuple[str, ...] = ()
 
 
-def agree(
-    evidence: Sequence[Evidence], *, committed: Committed | None, manifest_digest: str, verify: str
-) -> Agreement:
+def agree(evidence: Sequence[Evidence], *, committed: Committed | None, manifest_digest: str, verify: str) -> Agreement:
     """Compare the engines' own checksums within each layout.
 
     A checksum that did not move although the bytes differ rejects the member. When members of one layout disagree:
@@ -127,9 +118,8 @@ def agree(
             if winner is not None and e.digest == winner:
                 agreed.append(e.engine)
             else:
-                rejected[e.engine] = (
-                    f"its checksum {str(e.digest)[:16]} differs from "
-                    + (f"the agreed {winner[:16]}" if winner else "the others' and no majority decides")
+                rejected[e.engine] = f"its checksum {str(e.digest)[:16]} differs from " + (
+                    f"the agreed {winner[:16]}" if winner else "the others' and no majority decides"
                 )
         if winner is not None:
             digests[layout] = winner
@@ -221,9 +211,7 @@ class AbortPlan:
     close: tuple[str, ...]
 
 
-def abort(
-    plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed | None, *, operation: str
-) -> AbortPlan:
+def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed | None, *, operation: str) -> AbortPlan:
     """Members proven at ``committed`` and untouched by this round resume; all others are taken out of the routers."""
     resume: list[str] = []
     close: list[str] = []

@@ -1,0 +1,299 @@
+"""Calls to gates and senders: one HTTP session, own deadlines, and three kinds of answer.
+
+Invariant: an answer is a report, a refusal (the server says no, with a reason), or silence. Silence is not "no": the
+order may have been carried out, so callers ask again by operation id instead of assuming either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from rlfleet.api import wire
+from rlfleet.api.tokens import Scope
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+#: Seconds for a call that only reads or records; an engine operation is polled, never awaited in one call.
+CALL_SECONDS = 5.0
+#: Gates asked at once; more only queue in the same process.
+FANOUT = 64
+MAX_REPORT_BYTES = 8 * 2**20
+
+
+class Signer(Protocol):
+    """Makes bearer tokens (control.keys.SigningKeys)."""
+
+    def sign(
+        self,
+        *,
+        audience: Iterable[str],
+        scope: Scope,
+        pipeline: str,
+        operation: str,
+        generation: int,
+        ttl_seconds: int = ...,
+    ) -> str:
+        """A signed token; see api.tokens.sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a gate or sender listens, and the pod UID it must be (the token's audience)."""
+
+    name: str
+    pod_uid: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """In whose name a call is made: the fence."""
+
+    pipeline: str
+    operation: str
+    generation: int
+
+
+class PeerError(Exception):
+    """Base of what can go wrong in a call."""
+
+
+class Refused(PeerError):
+    """The server answered no."""
+
+    def __init__(self, peer: Peer, status: int, body: wire.ErrorBody) -> None:
+        super().__init__(f"{peer.name}: {body.reason.value}: {body.message}")
+        self.peer = peer
+        self.status = status
+        self.body = body
+
+
+class Silent(PeerError):
+    """No answer that can be believed: no connection, a time-out, or a body that is not the protocol's."""
+
+    def __init__(self, peer: Peer, what: str) -> None:
+        super().__init__(f"{peer.name}: {what}")
+        self.peer = peer
+        self.what = what
+
+
+class Peers:
+    """The operator's client for gates and senders. Close it when done."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._session: aiohttp.ClientSession | None = None
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No cookie jar, no proxies from the environment: peers are pod addresses.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=8, keepalive_timeout=15),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def push_token(self, gate: Peer, caller: Caller, ttl_seconds: int) -> str:
+        """A token with which the sender may push this round's bytes to this gate, and nothing else."""
+        return self._signer.sign(
+            audience=[gate.pod_uid],
+            scope=Scope.PUSH,
+            pipeline=caller.pipeline,
+            operation=caller.operation,
+            generation=caller.generation,
+            ttl_seconds=ttl_seconds,
+        )
+
+    async def _call(
+        self,
+        peer: Peer,
+        method: str,
+        path: str,
+        *,
+        scope: Scope,
+        caller: Caller,
+        body: wire.Request | None = None,
+        seconds: float = CALL_SECONDS,
+    ) -> Any:
+        token = self._signer.sign(
+            audience=[peer.pod_uid],
+            scope=scope,
+            pipeline=caller.pipeline,
+            operation=caller.operation,
+            generation=caller.generation,
+        )
+        try:
+            async with self._client().request(
+                method,
+                peer.url.rstrip("/") + path,
+                json=body.wire() if body is not None else None,
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=aiohttp.ClientTimeout(total=seconds, connect=min(seconds, 2.0)),
+                allow_redirects=False,
+            ) as response:
+                raw = await response.content.read(MAX_REPORT_BYTES)
+                if response.status >= 300:
+                    raise self._refusal(peer, response.status, raw)
+                return raw
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise Silent(peer, f"no answer to {method} {path} ({type(e).__name__})") from e
+
+    @staticmethod
+    def _refusal(peer: Peer, status: int, raw: bytes) -> PeerError:
+        try:
+            return Refused(peer, status, wire.ErrorBody.model_validate_json(raw))
+        except ValidationError:
+            # Something else answers at this address (a proxy, another program): that is no word of our peer.
+            return Silent(peer, f"HTTP {status} without an error of the protocol")
+
+    @staticmethod
+    def _parse(peer: Peer, model: type[T], raw: bytes) -> T:
+        try:
+            return model.model_validate_json(raw)  # type: ignore[attr-defined,no-any-return]
+        except ValidationError as e:
+            raise Silent(peer, f"an answer that is not a {model.__name__} ({e.error_count()} errors)") from e
+
+    # -------------------------------------------------------------------------------------------- gates
+
+    async def gate_status(self, gate: Peer, pipeline: str) -> wire.GateStatus:
+        """Read a gate's status; its pod UID must be the one that we think it is."""
+        caller = Caller(pipeline, "", 0)
+        raw = await self._call(gate, "GET", "/v1/status", scope=Scope.READ, caller=caller)
+        return self._own(gate, self._parse(gate, wire.GateStatus, raw))
+
+    @staticmethod
+    def _own(gate: Peer, status: wire.GateStatus) -> wire.GateStatus:
+        if status.pod_uid != gate.pod_uid:
+            raise Silent(gate, f"the gate at {gate.url} belongs to pod {status.pod_uid}, not {gate.pod_uid}")
+        return status
+
+    async def enroll(self, gate: Peer, request: wire.EnrollRequest) -> wire.GateStatus:
+        """Tell a gate its pipeline, routers and keys."""
+        caller = Caller(request.pipeline, "", request.generation)
+        raw = await self._call(gate, "POST", "/v1/enroll", scope=Scope.CONTROL, caller=caller, body=request)
+        return self._own(gate, self._parse(gate, wire.GateStatus, raw))
+
+    async def gate_fence(self, gate: Peer, caller: Caller) -> wire.GateStatus:
+        """Raise a gate's fence and read its status."""
+        body = wire.FenceRequest(pipeline=caller.pipeline, operation=caller.operation, generation=caller.generation)
+        raw = await self._call(gate, "POST", "/v1/fence", scope=Scope.CONTROL, caller=caller, body=body)
+        return self._own(gate, self._parse(gate, wire.GateStatus, raw))
+
+    async def gate_start(
+        self, gate: Peer, caller: Caller, *, incarnation: str, step: str, attempt: int, order: Any
+    ) -> wire.OperationRecord:
+        """Start one operation at a gate, or join it."""
+        body = wire.OperationRequest(
+            pipeline=caller.pipeline,
+            operation=caller.operation,
+            generation=caller.generation,
+            pod_uid=gate.pod_uid,
+            incarnation=incarnation,
+            id=wire.operation_id(caller.operation, step, attempt, incarnation),
+            attempt=attempt,
+            order=order,
+        )
+        raw = await self._call(gate, "POST", "/v1/operations", scope=Scope.CONTROL, caller=caller, body=body)
+        return self._parse(gate, wire.OperationRecord, raw)
+
+    # -------------------------------------------------------------------------------------------- sender
+
+    async def sender_status(self, sender: Peer, pipeline: str) -> wire.SenderStatus:
+        """Read a sender's status."""
+        raw = await self._call(sender, "GET", "/v1/status", scope=Scope.READ, caller=Caller(pipeline, "", 0))
+        return self._own_sender(sender, self._parse(sender, wire.SenderStatus, raw))
+
+    @staticmethod
+    def _own_sender(sender: Peer, status: wire.SenderStatus) -> wire.SenderStatus:
+        if status.pod_uid != sender.pod_uid:
+            raise Silent(sender, f"the sender at {sender.url} belongs to pod {status.pod_uid}, not {sender.pod_uid}")
+        return status
+
+    async def sender_fence(self, sender: Peer, caller: Caller) -> wire.SenderStatus:
+        """Raise a sender's fence and read its status."""
+        body = wire.FenceRequest(pipeline=caller.pipeline, operation=caller.operation, generation=caller.generation)
+        raw = await self._call(sender, "POST", "/v1/fence", scope=Scope.CONTROL, caller=caller, body=body)
+        return self._own_sender(sender, self._parse(sender, wire.SenderStatus, raw))
+
+    async def hold(
+        self, sender: Peer, caller: Caller, *, version: int, digest: str | None, deadline_seconds: float
+    ) -> wire.SenderStatus:
+        """Keep these bytes at the sender until release or the deadline."""
+        body = wire.HoldRequest(
+            pipeline=caller.pipeline,
+            operation=caller.operation,
+            generation=caller.generation,
+            version=version,
+            manifest_digest=digest,
+            deadline_seconds=deadline_seconds,
+        )
+        raw = await self._call(sender, "POST", "/v1/hold", scope=Scope.CONTROL, caller=caller, body=body)
+        return self._own_sender(sender, self._parse(sender, wire.SenderStatus, raw))
+
+    async def release(self, sender: Peer, caller: Caller) -> None:
+        """End this operation's hold."""
+        body = wire.ReleaseRequest(pipeline=caller.pipeline, operation=caller.operation, generation=caller.generation)
+        await self._call(sender, "POST", "/v1/release", scope=Scope.CONTROL, caller=caller, body=body)
+
+    async def sender_start(
+        self, sender: Peer, caller: Caller, *, incarnation: str, step: str, attempt: int, order: Any
+    ) -> wire.OperationRecord:
+        """Start one operation at the sender, or join it."""
+        body = wire.SenderOperationRequest(
+            pipeline=caller.pipeline,
+            operation=caller.operation,
+            generation=caller.generation,
+            sender_incarnation=incarnation,
+            id=wire.operation_id(caller.operation, step, attempt, incarnation),
+            attempt=attempt,
+            order=order,
+        )
+        raw = await self._call(
+            sender, "POST", "/v1/operations", scope=Scope.CONTROL, caller=caller, body=body, seconds=2 * CALL_SECONDS
+        )
+        return self._parse(sender, wire.OperationRecord, raw)
+
+    # -------------------------------------------------------------------------------------------- both
+
+    async def operation(self, peer: Peer, caller: Caller, op_id: str, *, wait: float) -> wire.OperationRecord:
+        """The record of an operation; the server holds the call for up to ``wait`` seconds while it runs."""
+        wait = max(0.0, min(wait, wire.MAX_WAIT_SECONDS))
+        raw = await self._call(
+            peer,
+            "GET",
+            f"/v1/operations/{op_id}?waitSeconds={wait:.3f}",
+            scope=Scope.READ,
+            caller=caller,
+            seconds=wait + CALL_SECONDS,
+        )
+        return self._parse(peer, wire.OperationRecord, raw)
+
+
+async def fan_out(
+    targets: Iterable[K], call: Callable[[K], Awaitable[T]], *, limit: int = FANOUT
+) -> dict[K, T | PeerError]:
+    """Run one call per target, at most ``limit`` at a time; a PeerError becomes that target's result."""
+    gate = asyncio.Semaphore(limit)
+
+    async def one(target: K) -> tuple[K, T | PeerError]:
+        async with gate:
+            try:
+                return target, await call(target)
+            except PeerError as e:
+                return target, e
+
+    return dict(await asyncio.gather(*(one(t) for t in targets)))

@@ -1,0 +1,291 @@
+"""Reconciling one RLPipeline: pick the round that runs, execute it, keep the pipeline's status true.
+
+Numbered as it happens: (1) read the pipeline, its rounds and pools live; (2) find the sender; (3) finish what is
+claimed, whoever claimed it; (4) settle rounds that can not run, execute the newest that can; (5) write status if it
+changed; (6) keep the history short.
+
+Invariant: one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of
+RLPipeline.status and SyncRound.status.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.timestamps import rfc3339
+from rlfleet.control.queue import After, Done, Result
+from rlfleet.control.rounds.closing import settled
+from rlfleet.control.rounds.executor import Executor
+from rlfleet.control.rounds.fleet import Fleet, SenderLink
+from rlfleet.control.rounds.ledger import (
+    API_SECONDS,
+    FenceLost,
+    Ledger,
+    RoundGone,
+    committed_of,
+    is_terminal,
+    ref_of,
+)
+from rlfleet.control.rounds.orphan import settle_orphan
+from rlfleet.kube.errors import Conflict, NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.pipeline import FleetFacts, conditions, count
+from rlfleet.plan.rounds import Committed, RoundRef, triage
+from rlfleet.plan.topology import train_devices
+from rlfleet.plan.transport import Refusal, choose
+
+if TYPE_CHECKING:
+    from rlfleet.control.context import Context
+
+log = logging.getLogger(__name__)
+Obj = dict[str, Any]
+
+#: Seconds between two looks at the sender while a round waits for its version.
+WAIT_SECONDS = 0.2
+
+
+async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
+    """Move one pipeline on."""
+    kube = ctx.kube.at(Priority.ROUND, field_manager=labels.PIPELINE_MANAGER)
+    # 1. live reads
+    listed = await kube.list(SYNCROUNDS, namespace, timeout=API_SECONDS)
+    rounds = [r for r in listed.items if r["spec"]["pipeline"] == name]
+    try:
+        pipeline = await kube.get(RLPIPELINES, namespace, name, timeout=API_SECONDS)
+    except NotFound:
+        await _let_go(ctx, namespace, rounds)
+        return Done()
+    rounds = [r for r in rounds if _belongs(r, pipeline)]
+    pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
+    expected = sum(int(p["spec"].get("replicas") or 0) for p in pools.items if p["spec"]["pipeline"] == name)
+
+    # 2. the sender
+    sender = SenderLink(ctx, namespace, pipeline["metadata"]["uid"])
+    await sender.find(pipeline["spec"])
+
+    # 3. what is claimed
+    active = (pipeline.get("status") or {}).get("activeOperation")
+    ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
+    view = PipelineView(ctx, ledger, sender, expected)
+    if active:
+        ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
+        if ledger.round is None:
+            await settle_orphan(ctx, ledger, view)
+        else:
+            await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
+
+    # 4. the unclaimed
+    open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
+    spec = pipeline["spec"]
+    todo = triage(
+        [ref_of(r) for r in open_rounds.values()],
+        committed=committed_of(pipeline),
+        sender=sender.status,
+        sender_problem=sender.problem,
+        now_ms=ctx.clock.wall_ms(),
+        pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
+    )
+    for end in todo.settle:
+        ledger.round = open_rounds[end.round.uid]
+        await ledger.write_round(
+            settled(
+                ledger.round,
+                outcome=end.outcome,
+                stage="Pending",
+                reason=end.reason,
+                message=end.message,
+                committed=end.outcome == "Succeeded",
+                now_ms=ctx.clock.wall_ms(),
+            )
+        )
+        await ledger.set_finalizer(False)
+        ctx.metrics.round_finished(end.outcome)
+    if todo.run is not None:
+        ledger.round = open_rounds[todo.run.uid]
+        await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
+
+    # 5. status of an idle or waiting pipeline
+    if todo.waiting is not None and todo.why is not None:
+        ledger.round = open_rounds[todo.waiting.uid]
+        await _say_waiting(ctx, ledger, todo.waiting, todo.why)
+    await view.observe()
+    # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
+    await view.write_if_changed(todo.why, trouble=_last_trouble(pipeline, rounds))
+
+    # 6. history
+    await _trim(ctx, ledger, [r for r in rounds if is_terminal(r)])
+    if todo.waiting is not None:
+        return After(WAIT_SECONDS, Priority.ROUND)
+    return After(ctx.settings.poll_seconds)
+
+
+def _belongs(r: Obj, pipeline: Obj) -> bool:
+    """A round of an earlier pipeline of the same name is not ours."""
+    owners = r["metadata"].get("ownerReferences") or []
+    mine = pipeline["metadata"]["uid"]
+    return not any(o.get("kind") == "RLPipeline" and o.get("uid") != mine for o in owners)
+
+
+async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
+    run = Executor(ctx, ledger, sender)
+    run.pipeline_status = view.bind(run.fleet)
+    try:
+        await run.execute(view.sender_status())
+    except FenceLost as e:
+        # Not an error of ours: somebody with a higher fence acts. The next reconcile sees what they left.
+        log.warning("fence lost", extra={"pipeline": ledger.name, "why": str(e)})
+    except RoundGone as e:
+        log.warning("round vanished", extra={"pipeline": ledger.name, "round": str(e)})
+
+
+async def _say_waiting(ctx: Context, ledger: Ledger, waiting: RoundRef, why: tuple[Reason, str]) -> None:
+    assert ledger.round is not None
+    status = ledger.round_status
+    wanted = set_condition(
+        status.get("conditions") or [],
+        RoundCondition.PROGRESSING,
+        ConditionStatus.TRUE,
+        why[0],
+        why[1],
+        int(ledger.round["metadata"].get("generation") or 0),
+        rfc3339(ctx.clock.wall_ms()),
+    )
+    if status.get("phase") != "Pending" or wanted != status.get("conditions"):
+        await ledger.write_round({"phase": "Pending", "conditions": wanted})
+
+
+def _last_trouble(pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None:
+    last = (pipeline.get("status") or {}).get("lastRound")
+    obj = next((r for r in rounds if r["metadata"]["name"] == last), None)
+    failure = ((obj or {}).get("status") or {}).get("failure")
+    if not failure or (obj or {}).get("status", {}).get("outcome") != "Failed":
+        return None
+    return Reason.parse(failure["reason"]), f"round {last} failed in {failure['stage']}: {failure['message']}"
+
+
+async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:
+    """Delete the oldest ended rounds beyond ``historyLimit``; the last one stays, it is the evidence."""
+    limit = int(ledger.spec.get("historyLimit") or 0)
+    last = ledger.status.get("lastRound")
+    ended = sorted(
+        (r for r in ended if r["metadata"]["name"] != last and "deletionTimestamp" not in r["metadata"]),
+        key=lambda r: (r["metadata"]["creationTimestamp"], r["metadata"]["name"]),
+    )
+    for r in ended[: max(0, len(ended) + 1 - max(1, limit))]:
+        try:
+            await ledger.kube.delete(
+                SYNCROUNDS, ledger.namespace, r["metadata"]["name"], uid=r["metadata"]["uid"], timeout=API_SECONDS
+            )
+        except (NotFound, Conflict):
+            continue
+
+
+async def _let_go(ctx: Context, namespace: str, rounds: list[Obj]) -> None:
+    """The pipeline is gone: rounds that its deletion left behind must not hang on our finalizer."""
+    kube = ctx.kube.at(Priority.DELETE)
+    for r in rounds:
+        finalizers = r["metadata"].get("finalizers") or []
+        if labels.ROUND_FINALIZER in finalizers and "deletionTimestamp" in r["metadata"]:
+            try:
+                await kube.patch_metadata(
+                    SYNCROUNDS,
+                    namespace,
+                    r["metadata"]["name"],
+                    resource_version=r["metadata"]["resourceVersion"],
+                    finalizers=[f for f in finalizers if f != labels.ROUND_FINALIZER],
+                    timeout=API_SECONDS,
+                )
+            except NotFound:
+                continue
+
+
+class PipelineView:
+    """The pipeline's status as it should be, from the engines and the sender as last observed."""
+
+    def __init__(self, ctx: Context, ledger: Ledger, sender: SenderLink, expected: int) -> None:
+        self.ctx = ctx
+        self.ledger = ledger
+        self.sender = sender
+        self.expected = expected
+        self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+
+    def bind(self, fleet: Fleet) -> PipelineView:
+        """Look at the fleet that an executor observes."""
+        self.fleet = fleet
+        return self
+
+    async def observe(self) -> None:
+        """Read pods and gates."""
+        await self.fleet.read_pods()
+        await self.fleet.poll()
+
+    def facts(self, committed: Committed | None) -> FleetFacts:
+        """Engines counted; those that pools still owe count as missing."""
+        found = count(list(self.fleet.engines.values()), committed)
+        return replace(found, total=max(found.total, self.expected))
+
+    def sender_status(self) -> Obj:
+        """``sender`` and ``cacheReady`` as observed; absent ones are deleted."""
+        s = self.sender.status
+        peer = self.sender.peer
+        sender = {"podUID": s.pod_uid, "incarnation": s.incarnation, "url": peer.url} if s and peer else None
+        cache = {"version": s.cache.version, "manifestDigest": s.cache.manifest_digest} if s and s.cache else None
+        keys = [{"kid": k, "key": v} for k, v in sorted(self.ctx.keys.public_text().items())]
+        return {
+            "sender": sender,
+            "cacheReady": cache,
+            "publicKeys": keys,
+            "observedGeneration": self.ledger.pipeline["metadata"].get("generation", 0),
+        }
+
+    def _topology(self) -> tuple[bool | None, Reason, str]:
+        transport = self.ledger.spec["transport"]
+        if transport["mode"] == "CPUSerialize":
+            return True, Reason.TOPOLOGY_NOT_NEEDED, "serialized weights need no topology"
+        engines = {
+            n: e.devices for n, e in self.fleet.engines.items() if not e.gone and not e.leaving and e.status is not None
+        }
+        if not engines:
+            return None, Reason.TOPOLOGY_UNKNOWN, "no engine has reported its devices yet"
+        train = train_devices((self.ledger.spec.get("trainer") or {}).get("gpus"))
+        choice = choose(transport["mode"], engines, train, assert_mixed=bool(transport.get("assertMixed")))
+        if isinstance(choice, Refusal):
+            return False, choice.reason, choice.message
+        return True, Reason.TOPOLOGY_KNOWN, f"transport {transport['mode']} can reach every engine"
+
+    def __call__(self, *, trouble: tuple[Reason, str] | None, working: tuple[Reason, str] | None = None) -> Obj:
+        """The status fields that this view owns."""
+        committed = self.ledger.committed
+        facts = self.facts(committed)
+        return {
+            **self.sender_status(),
+            "engines": facts.counts,
+            "conditions": conditions(
+                self.ledger.status.get("conditions") or [],
+                facts=facts,
+                committed=committed,
+                sender_problem=self.sender.problem,
+                sender_has_cache=bool(self.sender.status and self.sender.status.cache),
+                working=working,
+                trouble=trouble,
+                topology=self._topology(),
+                generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),
+                now=rfc3339(self.ctx.clock.wall_ms()),
+            ),
+        }
+
+    async def write_if_changed(self, working: tuple[Reason, str] | None, *, trouble: tuple[Reason, str] | None) -> None:
+        """Write status when it says something new. Nothing is claimed here, so the fence stays as it is."""
+        wanted = self(trouble=trouble, working=working)
+        have = self.ledger.status
+        if all(have.get(k) == v for k, v in wanted.items()):
+            return
+        self.ledger.generation = int(have.get("fence") or 0)
+        await self.ledger.write_pipeline(wanted)

@@ -1,0 +1,431 @@
+"""One sync round from claim to settle: the phase table of DESIGN section 5, row by row.
+
+Invariants:
+- each durable phase is written before its first side effect;
+- every wait has a deadline that is counted from a time in the round's status, so a restart never refills it;
+- nothing is resumed in a ``finally``: whatever interrupts us leaves the engines as they are, and the next claim
+  (ours or a successor's) raises the fence, asks everybody, and decides from what they answer.
+
+Death between any two lines here is the same as death anywhere: ``execute`` of the next claim begins with the barrier
+and enters where ``plan.verdicts.enter`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import wire
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.control.peers import Caller, PeerError, Refused
+from rlfleet.control.rounds.closing import Closing
+from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
+from rlfleet.control.rounds.ledger import FenceLost, Ledger
+from rlfleet.control.rounds.orphan import StatusOf
+from rlfleet.control.rounds.transfer import Target, Transfer, member_rows, plan_of
+from rlfleet.plan.rounds import RoundPlan, freeze, held
+from rlfleet.plan.topology import train_devices
+from rlfleet.plan.transport import Refusal
+from rlfleet.plan.verdicts import Entry, Verdict, enter
+
+if TYPE_CHECKING:
+    from rlfleet.control.context import Context
+
+log = logging.getLogger(__name__)
+
+#: Claims tried when gates show higher generations than the pipeline's status (a lost or restored status).
+CLAIM_TRIES = 5
+
+
+class Executor:
+    """Executes one round under one claim. Make a new one per claim."""
+
+    def __init__(self, ctx: Context, ledger: Ledger, sender: SenderLink) -> None:
+        assert ledger.round is not None
+        self.ctx = ctx
+        self.ledger = ledger
+        self.sender = sender
+        self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+        self.timings: dict[str, int] = dict(ledger.round_status.get("timings") or {})
+        self.began = ctx.clock.monotonic()
+        self.paused_since: float | None = None
+        #: Makes the pipeline's status from the fleet as observed; set by the pipeline's reconcile.
+        self.pipeline_status: StatusOf | None = None
+
+    # ------------------------------------------------------------------------------------------ facts
+
+    @property
+    def round_uid(self) -> str:
+        """UID of the SyncRound: the operation that the fence names."""
+        assert self.ledger.round is not None
+        return str(self.ledger.round["metadata"]["uid"])
+
+    @property
+    def round_spec(self) -> dict[str, Any]:
+        """Spec of the SyncRound."""
+        assert self.ledger.round is not None
+        return dict(self.ledger.round["spec"])
+
+    @property
+    def caller(self) -> Caller:
+        """The fence that every call carries."""
+        return Caller(self.ledger.uid, self.round_uid, self.ledger.generation)
+
+    def deadline(self, key: str, since: str) -> float:
+        """Loop time at which the budget ``spec.sync.deadlines.<key>`` counted from status.<since> is spent."""
+        budget = int(self.ledger.spec["sync"]["deadlines"][key])
+        text = self.ledger.round_status.get(since)
+        spent = max(0.0, (self.ctx.clock.wall_ms() - epoch_ms(text)) / 1000) if text else 0.0
+        return self.ctx.clock.monotonic() + budget - spent
+
+    def _lap(self, name: str, since: float) -> float:
+        now = self.ctx.clock.monotonic()
+        self.timings[name] = self.timings.get(name, 0) + max(0, round((now - since) * 1000))
+        self.ctx.metrics.round_phase(name.removesuffix("Ms"), now - since)
+        return now
+
+    async def phase(self, phase: str, reason: Reason, message: str, **extra: Any) -> None:
+        """Write a durable phase before its first side effect, with lease, condition and timings so far."""
+        now = rfc3339(self.ctx.clock.wall_ms())
+        assert self.ledger.round is not None
+        conditions = set_condition(
+            self.ledger.round_status.get("conditions") or [],
+            RoundCondition.PROGRESSING,
+            ConditionStatus.TRUE,
+            reason,
+            message,
+            int(self.ledger.round["metadata"].get("generation") or 0),
+            now,
+        )
+        await self.ledger.write_round(
+            {
+                "observedGeneration": self.ledger.round["metadata"].get("generation", 0),
+                "phase": phase,
+                "lease": self.ledger.lease(),
+                "conditions": conditions,
+                "timings": self.timings,
+                **extra,
+            }
+        )
+        log.info("phase", extra={"round": self.round_uid, "phase": phase, "generation": self.ledger.generation})
+
+    # ------------------------------------------------------------------------------------------ claim, barrier
+
+    async def claim(self, extra: dict[str, Any]) -> None:
+        """Finalizer, then the claim (fence and activeOperation in one conditional write)."""
+        await self.ledger.set_finalizer(True)
+        active = self.ledger.status.get("activeOperation") or {}
+        again = active.get("uid") == self.round_uid
+        assert self.ledger.round is not None
+        await self.ledger.claim(
+            {
+                "kind": "Refresh",
+                "name": self.ledger.round["metadata"]["name"],
+                "uid": self.round_uid,
+                "committed": bool(active.get("committed")) if again else False,
+            },
+            extra=extra,
+        )
+
+    async def barrier(self, *, takeover: bool) -> None:
+        """The takeover barrier: our generation at round, sender and every gate; then operations in flight end.
+
+        A gate or sender that shows a higher generation means: deposed (the pipeline's fence is above ours), or a
+        pipeline status that was lost (the fence is ours): then claim above what was shown.
+        """
+        for _ in range(CLAIM_TRIES):
+            if takeover:
+                await self.phase(
+                    str(self.ledger.round_status.get("phase") or "Pending"),
+                    Reason.OPERATOR_RESTARTED,
+                    "taken over: asking every engine what it holds",
+                )
+            await self.fleet.read_pods()
+            above, sender_above = await asyncio.gather(self.fleet.fence(self.caller), self._fence_sender())
+            above = max(above, sender_above)
+            if above <= self.ledger.generation:
+                break
+            await self.ledger.read_pipeline()
+            active = self.ledger.status.get("activeOperation") or {}
+            if int(self.ledger.status.get("fence") or 0) != self.ledger.generation:
+                raise FenceLost(f"deposed: gates hold generation {above}")
+            await self.ledger.claim(
+                {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=above
+            )
+        else:
+            raise FenceLost("gates keep showing higher generations than the pipeline's status")
+        await self._await_in_flight()
+
+    async def _fence_sender(self) -> int:
+        if self.sender.peer is None:
+            return 0
+        try:
+            self.sender.status = await self.ctx.peers.sender_fence(self.sender.peer, self.caller)
+        except Refused as e:
+            return e.body.held.generation if e.body.held is not None else 0
+        except PeerError as e:
+            self.sender.status = None
+            self.sender.problem = Reason.SENDER_UNREACHABLE, str(e)
+        return 0
+
+    async def _await_in_flight(self) -> None:
+        """Operations that somebody before us started end by themselves; wait for that, then read the gates again."""
+        busy = {n: e.status.in_flight for n, e in self.fleet.engines.items() if e.status and e.status.in_flight}
+        if not busy:
+            return
+        deadline = self.deadline("pausedSeconds", "pausedAt")
+        left = set(busy)
+        while left and self.ctx.clock.monotonic() < deadline:
+            await self.fleet.poll(left)
+            left = {n for n in left if (e := self.fleet.engines.get(n)) is not None and e.status and e.status.in_flight}
+            if left:
+                await asyncio.sleep(0.2)
+        await self.fleet.poll(list(busy))
+
+    # ------------------------------------------------------------------------------------------ the round
+
+    async def execute(self, extra: dict[str, Any]) -> None:
+        """Claim and carry the round to its end (or to Holding's, however long that takes)."""
+        active = self.ledger.status.get("activeOperation") or {}
+        takeover = active.get("uid") == self.round_uid
+        await self.claim(extra)
+        closing = Closing(self)
+        if (self.ledger.round_status.get("phase") or "") in ("Succeeded", "Failed", "Superseded", "Cancelled"):
+            # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
+            await closing.free()
+            return
+        await self.barrier(takeover=takeover)
+        plan = plan_of(self.ledger.round_status)
+        committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
+        entry = enter(str(self.ledger.round_status.get("phase") or ""), committed=committed, planned=plan is not None)
+        if entry is Entry.PLAN:
+            transfer = await self._plan(closing)
+            if transfer is None:
+                return
+            if not await self._stage(transfer, closing):
+                return
+            entry = Entry.QUIESCE
+        else:
+            assert plan is not None
+            transfer = self._transfer(plan, self._target_from_status())
+        if entry is Entry.QUIESCE:
+            if not await self._quiesce(transfer, closing):
+                return
+            await self._load(transfer, closing)
+        elif entry is Entry.JUDGE:
+            transfer.trouble.note("", Reason.OPERATOR_RESTARTED, "an operator died while weights moved")
+            await self.finish_loads(
+                transfer,
+                deadline=self.deadline("pausedSeconds", "pausedAt"),
+                known=transfer.known_digests(),
+                started=self.ctx.clock.monotonic(),
+            )
+            await closing.hold_or_commit(transfer)
+        else:
+            await closing.reopen(transfer)
+
+    def _target_from_status(self) -> Target:
+        status = self.ledger.round_status
+        return Target(
+            operation=self.round_uid,
+            version=int(self.round_spec["version"]),
+            manifest_digest=str(status["manifestDigest"]),
+            total_bytes=int(status.get("bytes") or 1),
+            sender_incarnation=str(self.round_spec.get("senderIncarnation") or ""),
+        )
+
+    def _transfer(self, plan: RoundPlan, target: Target) -> Transfer:
+        spec = self.ledger.spec
+        ports = spec["transport"]["rendezvousPorts"]
+        return Transfer(
+            fleet=self.fleet,
+            sender=self.sender,
+            caller=self.caller,
+            plan=plan,
+            target=target,
+            backend=str(spec["transport"]["backend"]),
+            ports=(int(ports["first"]), int(ports["last"])),
+            paused_seconds=float(spec["sync"]["deadlines"]["pausedSeconds"]),
+        )
+
+    async def _plan(self, closing: Closing) -> Transfer | None:
+        """Planned: hold at the sender, members frozen, all refusals; nothing is touched when one applies."""
+        started = self.ctx.clock.monotonic()
+        deadlines = self.ledger.spec["sync"]["deadlines"]
+        version = int(self.round_spec["version"])
+        if self.sender.peer is None or self.sender.status is None:
+            reason, message = self.sender.problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
+            await closing.refuse("Planned", reason, message)
+            return None
+        budget = sum(int(deadlines[k]) for k in ("stagingSeconds", "pausedSeconds")) + 60
+        try:
+            self.sender.status = await self.ctx.peers.hold(
+                self.sender.peer,
+                self.caller,
+                version=version,
+                digest=self.round_spec.get("manifestDigest"),
+                deadline_seconds=budget,
+            )
+        except PeerError as e:
+            await closing.refuse("Planned", *why(e))
+            return None
+        hold = self.sender.status.hold
+        slot = held(self.sender.status, version, hold.manifest_digest if hold else None)
+        if hold is None or slot is None:
+            await closing.refuse("Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on this version")
+            return None
+        spec = self.ledger.spec
+        plan = freeze(
+            list(self.fleet.engines.values()),
+            mode=spec["transport"]["mode"],
+            assert_mixed=bool(spec["transport"].get("assertMixed")),
+            backend=spec["transport"]["backend"],
+            train=train_devices((spec.get("trainer") or {}).get("gpus")),
+            sender=self.sender.status,
+            total_bytes=slot.total_bytes,
+            verify=spec["sync"]["verify"],
+            max_unavailable=spec["sync"]["maxUnavailable"],
+        )
+        if isinstance(plan, Refusal):
+            await closing.refuse("Planned", plan.reason, plan.message)
+            return None
+        target = Target(
+            operation=self.round_uid,
+            version=version,
+            manifest_digest=slot.manifest_digest,
+            total_bytes=slot.total_bytes,
+            sender_incarnation=self.sender.status.incarnation,
+        )
+        now = rfc3339(self.ctx.clock.wall_ms())
+        self._lap("planMs", started)
+        serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
+        await self.phase(
+            "Planned",
+            Reason.PLANNED,
+            f"{len(serialized)} serialized, {len(broadcast)} broadcast",
+            startedAt=self.ledger.round_status.get("startedAt") or now,
+            manifestDigest=target.manifest_digest,
+            bytes=target.total_bytes,
+            plan={
+                "worldSize": plan.world_size if broadcast else 0,
+                "serialized": len(serialized),
+                "broadcast": len(broadcast),
+                "members": member_rows(plan),
+                "silent": list(plan.silent),
+            },
+        )
+        transfer = self._transfer(plan, target)
+        if not plan.members:
+            await closing.commit_without_members(transfer)
+            return None
+        return transfer
+
+    async def _stage(self, transfer: Transfer, closing: Closing) -> bool:
+        """Staging: bytes to the gates while engines serve; failure touches nothing."""
+        started = self.ctx.clock.monotonic()
+        await self.phase(
+            "Staging",
+            Reason.STAGING,
+            f"{transfer.target.total_bytes} bytes to {len(transfer.plan.members)} gates",
+            stagingAt=self.ledger.round_status.get("stagingAt") or rfc3339(self.ctx.clock.wall_ms()),
+        )
+        deadline = self.deadline("stagingSeconds", "stagingAt")
+        missing = await transfer.stage(transfer.plan.members, deadline=deadline)
+        self._lap("stageMs", started)
+        await self.ledger.read_round()
+        if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
+            await closing.settle("Cancelled", "Staging", Reason.CANCELLED, "cancelled before engines were touched")
+            return False
+        limit = closing.limit(transfer)
+        if len(missing) > limit or len(missing) == len(transfer.plan.members):
+            late = self.ctx.clock.monotonic() >= deadline
+            reason, message = transfer.trouble.first() or (Reason.STAGING_FAILED, "no gate received its bytes")
+            await closing.refuse(
+                "Staging",
+                Reason.STAGING_DEADLINE if late else Reason.STAGING_FAILED,
+                f"{len(missing)} of {len(transfer.plan.members)} gates did not receive the weights "
+                f"({limit} may be unavailable); {reason.value}: {message}",
+            )
+            return False
+        return True
+
+    async def _quiesce(self, transfer: Transfer, closing: Closing) -> bool:
+        """Quiescing: every member paused and verified; one that can not be paused aborts the round."""
+        started = self.ctx.clock.monotonic()
+        await self.phase(
+            "Quiescing",
+            Reason.QUIESCING,
+            f"pausing {len(transfer.plan.members)} engines",
+            pausedAt=self.ledger.round_status.get("pausedAt") or rfc3339(self.ctx.clock.wall_ms()),
+        )
+        self.paused_since = self.ctx.clock.monotonic()
+        sync = self.ledger.spec["sync"]
+        mode = wire.PauseMode(sync["quiesce"]["mode"])
+        deadline = self.deadline("pausedSeconds", "pausedAt")
+        members = [m.engine for m in transfer.plan.members if m.engine in self.fleet.engines]
+        if mode is not wire.PauseMode.RETRACT:
+            # Requests must not wait in front of an engine that drains or aborts: it leaves the routers first.
+            closed = await self.fleet.run(
+                self.caller, "Close", {n: wire.CloseOrder() for n in members}, deadline=deadline
+            )
+            transfer.trouble.note_results(closed)
+        order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]))
+        results = await self.fleet.run(self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline)
+        transfer.trouble.note_results(results)
+        self._lap("quiesceMs", started)
+        failed = [n for n in members if not ok(results[n])]
+        if failed:
+            await self.fleet.read_pods()
+            failed = [n for n in failed if n in self.fleet.engines and not self.fleet.engines[n].gone]
+        if failed:
+            late = self.ctx.clock.monotonic() >= deadline
+            reason, message = why(results[failed[0]])
+            await closing.abort(
+                transfer,
+                "Quiescing",
+                Reason.PAUSED_DEADLINE if late else Reason.QUIESCE_FAILED,
+                f"{len(failed)} engines could not be paused; {failed[0]}: {reason.value}: {message}",
+            )
+            return False
+        await self.ledger.read_round()
+        if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
+            await closing.abort(
+                transfer, "Quiescing", Reason.CANCELLED, "cancelled before weights moved", outcome="Cancelled"
+            )
+            return False
+        return True
+
+    async def _load(self, transfer: Transfer, closing: Closing) -> None:
+        """Transferring, verify, publish; then the verdict."""
+        started = self.ctx.clock.monotonic()
+        await self.phase("Transferring", Reason.TRANSFERRING, f"{len(transfer.plan.members)} engines load")
+        deadline = self.deadline("pausedSeconds", "pausedAt")
+        members = [m for m in transfer.plan.members if transfer.staged(m)]
+        await transfer.load(members, deadline=deadline)
+        started = self._lap("transferMs", started)
+        await self.finish_loads(transfer, deadline=deadline, known={}, started=started)
+        await closing.hold_or_commit(transfer)
+
+    async def finish_loads(
+        self, transfer: Transfer, *, deadline: float, known: dict[str, str], started: float, again: bool = False
+    ) -> None:
+        """Verify and publish on every member whose load has ended well. ``known``: digests agreed on, per layout."""
+        await self.fleet.poll()
+        judged = transfer.verdicts()
+        loaded = [m for m in transfer.plan.members if judged[m.engine] is Verdict.LOADED]
+        if not loaded:
+            return
+        agreement = await transfer.verify(
+            loaded,
+            committed=self.ledger.committed,
+            how=self.ledger.spec["sync"]["verify"],
+            deadline=deadline,
+            known=known,
+            again=again,
+        )
+        started = self._lap("verifyMs", started)
+        await transfer.publish(agreement, deadline=deadline, again=again)
+        self._lap("publishMs", started)
+        await self.fleet.poll()

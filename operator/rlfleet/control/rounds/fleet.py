@@ -1,0 +1,320 @@
+"""Engines and the sender of one pipeline as observed, and orders to many gates at once.
+
+Invariants:
+- pods are read live here (not from a view): what is frozen, committed or opened rests on the apiserver's answer;
+- an order is asked again under the same operation id until its record has ended or the deadline has passed, so a lost
+  answer, a gate restart or an operator restart never starts a second operation;
+- no answer leaves ``status`` None, which every planner reads as unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import labels, wire
+from rlfleet.api.conditions import Reason
+from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent, fan_out
+from rlfleet.kube.errors import NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import PODS
+from rlfleet.plan.rounds import Engine
+
+if TYPE_CHECKING:
+    from rlfleet.control.context import Context
+
+Obj = dict[str, Any]
+Ended = wire.OperationRecord | PeerError
+
+#: Seconds of one long poll; short enough that a pod found gone in between is noticed.
+POLL_SECONDS = 5.0
+#: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
+URL_SENDER = "rlfleet-sender"
+
+
+def gate_port(pod: Mapping[str, Any]) -> int:
+    """The port that the pod's gate listens on, from the pod itself (the pool's spec may have changed since)."""
+    for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]:
+        if container.get("name") == "gate":
+            for port in container.get("ports") or []:
+                return int(port["containerPort"])
+    return wire.DEFAULT_GATE_PORT
+
+
+def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
+    """Where the pod's gate is; None while the pod has no address."""
+    ip = (pod.get("status") or {}).get("podIP")
+    if not ip:
+        return None
+    host = f"[{ip}]" if ":" in ip else ip
+    meta = pod["metadata"]
+    return Peer(meta["name"], meta["uid"], f"http://{host}:{gate_port(pod)}")
+
+
+def is_gone(pod: Mapping[str, Any]) -> bool:
+    """All containers of the pod have ended for good (its engine serves nobody any more)."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def engine_of(pod: Mapping[str, Any]) -> Engine:
+    """An engine pod as the planner sees it, before its gate was asked."""
+    meta = pod["metadata"]
+    peer = gate_peer(pod)
+    return Engine(
+        name=meta["name"],
+        pool=(meta.get("labels") or {}).get(labels.POOL, ""),
+        pod_uid=meta["uid"],
+        url=peer.url if peer else "",
+        status=None,
+        gone=is_gone(pod),
+        leaving="deletionTimestamp" in meta,
+        owned=any(o.get("kind") == "EnginePool" and o.get("controller") for o in meta.get("ownerReferences") or []),
+    )
+
+
+def ok(result: Ended | None) -> bool:
+    """The operation has a recorded, successful end."""
+    return isinstance(result, wire.OperationRecord) and result.state is wire.OperationState.SUCCEEDED
+
+
+def why(result: Ended | None) -> tuple[Reason, str]:
+    """What a result that is not ok says, as a reason of the closed list and a message."""
+    if isinstance(result, Refused):
+        return Reason.parse(result.body.reason.value), result.body.message
+    if isinstance(result, Silent):
+        return Reason.DEADLINE_EXCEEDED, result.what
+    if isinstance(result, wire.OperationRecord):
+        if result.error is not None:
+            return Reason.parse(result.error.reason.value), result.error.message
+        if result.state is wire.OperationState.RUNNING:
+            return Reason.DEADLINE_EXCEEDED, f"{result.kind} did not end in time"
+        if result.state is wire.OperationState.UNKNOWN:
+            return Reason.UNCERTAIN, f"{result.kind} has no recorded end"
+    return Reason.DEADLINE_EXCEEDED, "no answer"
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All engine pods of a pipeline, by pod name."""
+
+    ctx: Context
+    namespace: str
+    pipeline: str
+    pipeline_uid: str
+    engines: dict[str, Engine] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    async def read_pods(self) -> None:
+        """List the engine pods live; statuses already known stay with the same pod UID."""
+        listed = await self.ctx.kube.at(Priority.ROUND).list(
+            PODS,
+            self.namespace,
+            label_selector=f"{labels.PIPELINE}={self.pipeline},{labels.POOL}",
+            timeout=self.ctx.settings.api_timeout,
+        )
+        known = {e.pod_uid: e.status for e in self.engines.values()}
+        self.engines = {}
+        self.peers = {}
+        for pod in listed.items:
+            engine = engine_of(pod)
+            self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
+            peer = gate_peer(pod)
+            if peer is not None and not engine.gone:
+                self.peers[engine.name] = peer
+
+    def take(self, name: str, status: wire.GateStatus | None) -> None:
+        """Remember what a gate said of itself (None: nothing)."""
+        self.engines[name] = replace(self.engines[name], status=status)
+
+    def live(self) -> list[str]:
+        """Names of pods that are not proven gone."""
+        return sorted(name for name, e in self.engines.items() if not e.gone)
+
+    async def poll(self, names: Iterable[str] | None = None) -> None:
+        """Ask gates for their status; those that do not answer become unknown."""
+        targets = [n for n in (self.live() if names is None else names) if n in self.peers]
+        answers = await fan_out(targets, lambda n: self.ctx.peers.gate_status(self.peers[n], self.pipeline_uid))
+        for name, answer in answers.items():
+            self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
+
+    async def fence(self, caller: Caller, names: Iterable[str] | None = None) -> int:
+        """Raise the fence at gates and read their status; the highest generation that a gate refused us with, or 0."""
+        targets = [n for n in (self.live() if names is None else names) if n in self.peers]
+        answers = await fan_out(targets, lambda n: self.ctx.peers.gate_fence(self.peers[n], caller))
+        above = 0
+        for name, answer in answers.items():
+            self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
+            if isinstance(answer, Refused) and answer.body.held is not None:
+                above = max(above, answer.body.held.generation)
+        return above
+
+    def attempt(self, name: str, caller: Caller, step: str) -> int:
+        """The attempt to ask for: the latest in the gate's log (so that a re-sent order joins it), at least 1."""
+        engine = self.engines.get(name)
+        known = engine.status.attempts if engine is not None and engine.status is not None else {}
+        return max(1, known.get(f"{caller.operation}/{step}", 0))
+
+    async def run(
+        self,
+        caller: Caller,
+        step: str,
+        orders: Mapping[str, Any],
+        *,
+        deadline: float,
+        again: bool = False,
+    ) -> dict[str, Ended]:
+        """Give each named engine its order and wait for the recorded ends, until ``deadline`` (loop seconds).
+
+        ``again``: raise the attempt, which is allowed only after the earlier one has a recorded end.
+        """
+
+        async def one(name: str) -> wire.OperationRecord:
+            engine, peer = self.engines[name], self.peers[name]
+            attempt = self.attempt(name, caller, step) + (1 if again else 0)
+            return await self._drive(caller, peer, engine.incarnation, step, attempt, orders[name], deadline)
+
+        targets = [n for n in orders if n in self.peers and n in self.engines]
+        results: dict[str, Ended] = dict(await fan_out(targets, one, limit=1024))
+        for name in orders:
+            if name not in results:
+                results[name] = Silent(Peer(name, "", ""), "the pod has no address")
+        return results
+
+    async def _drive(
+        self, caller: Caller, peer: Peer, incarnation: str, step: str, attempt: int, order: Any, deadline: float
+    ) -> wire.OperationRecord:
+        """Start, then poll. Silence is retried under the same id; a refusal is final but Busy."""
+        op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
+        pause = 0.05
+        record: wire.OperationRecord | None = None
+        while True:
+            left = deadline - self.ctx.clock.monotonic()
+            try:
+                if record is None:
+                    record = await self.ctx.peers.gate_start(
+                        peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
+                    )
+                elif record.state is wire.OperationState.RUNNING:
+                    if left <= 0:
+                        return record
+                    record = await self.ctx.peers.operation(peer, caller, op_id, wait=min(left, POLL_SECONDS))
+                if record.state is not wire.OperationState.RUNNING:
+                    return record
+                continue
+            except Refused as e:
+                if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
+                    raise
+            except Silent:
+                if left <= 0:
+                    raise
+            await asyncio.sleep(min(pause, max(0.0, left)))
+            pause = min(1.0, pause * 2)
+
+
+@dataclass(slots=True)
+class SenderLink:
+    """The pipeline's weight sender: which pod it is, and what it last said."""
+
+    ctx: Context
+    namespace: str
+    pipeline_uid: str
+    peer: Peer | None = None
+    status: wire.SenderStatus | None = None
+    problem: tuple[Reason, str] | None = None
+    node: str = ""
+
+    async def find(self, spec: Mapping[str, Any]) -> None:
+        """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
+        self.peer, self.status, self.problem = None, None, None
+        sender = (spec.get("weights") or {}).get("sender") or {}
+        port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
+        if sender.get("url"):
+            self.peer = Peer("sender", URL_SENDER, str(sender["url"]))
+        else:
+            labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
+            selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
+            listed = await self.ctx.kube.at(Priority.ROUND).list(
+                PODS, self.namespace, label_selector=selector, timeout=self.ctx.settings.api_timeout
+            )
+            running = [
+                p
+                for p in listed.items
+                if (p.get("status") or {}).get("phase") == "Running"
+                and (p.get("status") or {}).get("podIP")
+                and "deletionTimestamp" not in p["metadata"]
+            ]
+            if not running:
+                self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
+                return
+            if len(running) > 1:
+                names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
+                self.problem = (
+                    Reason.SENDER_AMBIGUOUS,
+                    f"{len(running)} running pods match {selector!r} ({names}): one trainer may claim a pipeline",
+                )
+                return
+            pod = running[0]
+            ip = pod["status"]["podIP"]
+            host = f"[{ip}]" if ":" in ip else ip
+            self.node = str(pod["spec"].get("nodeName") or "")
+            self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
+        await self.ask()
+
+    async def ask(self) -> None:
+        """Read the sender's status; silence leaves it unknown with the problem said."""
+        if self.peer is None:
+            return
+        try:
+            self.status = await self.ctx.peers.sender_status(self.peer, self.pipeline_uid)
+            self.problem = None
+        except Silent as e:
+            self.status = None
+            self.problem = Reason.SENDER_UNREACHABLE, str(e)
+        except Refused as e:
+            self.status = None
+            self.problem = Reason.parse(e.body.reason.value), str(e)
+
+    async def gone(self) -> bool:
+        """The sender's pod is proven gone (a sender named by URL never is: nothing proves it)."""
+        if self.peer is None or self.peer.pod_uid == URL_SENDER:
+            return False
+        try:
+            pod = await self.ctx.kube.at(Priority.ROUND).get(
+                PODS, self.namespace, self.peer.name, timeout=self.ctx.settings.api_timeout
+            )
+        except NotFound:
+            return True
+        return pod["metadata"]["uid"] != self.peer.pod_uid or is_gone(pod)
+
+    @property
+    def host(self) -> str:
+        """The sender's address, on which it can host a rendezvous."""
+        assert self.peer is not None
+        authority = self.peer.url.split("//", 1)[1].split("/", 1)[0]
+        return authority.rsplit(":", 1)[0].strip("[]") if ":" in authority else authority
+
+    async def run(
+        self, caller: Caller, step: str, attempt: int, order: Any, *, incarnation: str, deadline: float
+    ) -> Ended:
+        """Give the sender one order and wait for its recorded end, until ``deadline`` (loop seconds)."""
+        assert self.peer is not None
+        op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
+        record: wire.OperationRecord | None = None
+        while True:
+            left = deadline - self.ctx.clock.monotonic()
+            try:
+                if record is None:
+                    record = await self.ctx.peers.sender_start(
+                        self.peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
+                    )
+                if record.state is not wire.OperationState.RUNNING or left <= 0:
+                    return record
+                record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
+            except Refused as e:
+                return e
+            except Silent as e:
+                if left <= 0 or await self.gone():
+                    return e
+                await asyncio.sleep(min(0.5, max(0.0, left)))

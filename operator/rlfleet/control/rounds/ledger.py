@@ -1,0 +1,275 @@
+"""The durable record of a pipeline's rounds, and every write to it.
+
+Invariants (DESIGN section 5):
+- one claim = one conditional write of RLPipeline.status that raises ``fence`` and sets ``activeOperation``;
+- every later write of ours to the pipeline is made only while ``fence`` is still the value that we claimed; a higher
+  one means that another operator took over, and we stop (FenceLost);
+- ``committed`` moves in one conditional write, together with ``activeOperation.committed``;
+- a write whose answer was lost is read back, never assumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import labels
+from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.rounds import TERMINAL, Committed, RoundRef
+
+if TYPE_CHECKING:
+    from rlfleet.control.context import Context
+
+Obj = dict[str, Any]
+
+#: Seconds for one call to the apiserver.
+API_SECONDS = 10.0
+#: Re-reads after conflicts or lost answers before the reconcile is given up (and tried again by the queue).
+WRITE_TRIES = 6
+
+
+class FenceLost(Exception):
+    """Another operator raised the fence of this pipeline: whatever we were doing is no longer ours to do."""
+
+
+class RoundGone(Exception):
+    """The SyncRound that we execute was deleted by force (its finalizer removed) or replaced by another UID."""
+
+
+def committed_of(pipeline: Mapping[str, Any]) -> Committed | None:
+    """``status.committed`` as the planner sees it."""
+    raw = (pipeline.get("status") or {}).get("committed")
+    if not raw:
+        return None
+    return Committed(
+        version=int(raw["version"]),
+        manifest_digest=str(raw["manifestDigest"]),
+        sender_incarnation=str(raw.get("senderIncarnation") or ""),
+        engine_digests={d["layout"]: d["digest"] for d in raw.get("engineDigests") or []},
+    )
+
+
+def ref_of(obj: Mapping[str, Any]) -> RoundRef:
+    """One SyncRound as the planner sees it."""
+    spec, status, meta = obj["spec"], obj.get("status") or {}, obj["metadata"]
+    return RoundRef(
+        name=meta["name"],
+        uid=meta["uid"],
+        version=int(spec["version"]),
+        attempt=int(spec.get("attempt") or 1),
+        sender_incarnation=str(spec.get("senderIncarnation") or ""),
+        phase=str(status.get("phase") or "Pending"),
+        created_ms=epoch_ms(meta["creationTimestamp"]),
+        cancel=bool(spec.get("cancel")),
+        deleting="deletionTimestamp" in meta,
+        manifest_digest=spec.get("manifestDigest"),
+        allow_rollback=bool(spec.get("allowRollback")),
+        expected_committed=spec.get("expectedCommitted"),
+    )
+
+
+def is_terminal(obj: Mapping[str, Any]) -> bool:
+    """The round has ended; its phase never changes again."""
+    return (obj.get("status") or {}).get("phase") in TERMINAL
+
+
+class Ledger:
+    """RLPipeline and SyncRound of one execution, as last read, with the fenced writes."""
+
+    def __init__(self, ctx: Context, pipeline: Obj, *, holder: str) -> None:
+        self.ctx = ctx
+        self.kube = ctx.kube.at(Priority.ROUND, field_manager=labels.ROUND_MANAGER)
+        self.pipeline = pipeline
+        self.round: Obj | None = None
+        self.holder = holder
+        self.generation = 0
+
+    # ------------------------------------------------------------------------------------------ facts
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of the pipeline."""
+        return str(self.pipeline["metadata"]["namespace"])
+
+    @property
+    def name(self) -> str:
+        """Name of the pipeline."""
+        return str(self.pipeline["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        """UID of the pipeline."""
+        return str(self.pipeline["metadata"]["uid"])
+
+    @property
+    def spec(self) -> Obj:
+        """Spec of the pipeline (defaults are in it: the schema sets them)."""
+        return dict(self.pipeline["spec"])
+
+    @property
+    def status(self) -> Obj:
+        """Status of the pipeline as last read or written."""
+        return dict(self.pipeline.get("status") or {})
+
+    @property
+    def committed(self) -> Committed | None:
+        """The committed weights as last read or written."""
+        return committed_of(self.pipeline)
+
+    @property
+    def round_status(self) -> Obj:
+        """Status of the round as last read or written."""
+        return dict((self.round or {}).get("status") or {})
+
+    # ------------------------------------------------------------------------------------------ pipeline
+
+    async def claim(self, operation: Obj, *, above: int = 0, extra: Obj | None = None) -> None:
+        """Raise the fence and set ``activeOperation`` in one conditional write.
+
+        ``above``: the highest generation that any gate or sender showed. A conflict is re-read: if somebody else's
+        operation appeared, the caller must decide anew (Conflict is raised); our own lost answer counts as success.
+        """
+        fence = max(int(self.status.get("fence") or 0), above) + 1
+        fence = max(fence, self.ctx.kube.last_date_ms)
+        active = {**operation, "generation": fence, "holder": self.holder}
+        try:
+            self.pipeline = await self.kube.patch_status(
+                RLPIPELINES,
+                self.namespace,
+                self.name,
+                resource_version=self.pipeline["metadata"]["resourceVersion"],
+                status={**(extra or {}), "fence": fence, "activeOperation": active},
+                timeout=API_SECONDS,
+            )
+        except (Unknown, Unavailable):
+            live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
+            if (live.get("status") or {}).get("activeOperation") != active:
+                raise
+            self.pipeline = live
+        self.generation = fence
+
+    async def write_pipeline(self, status: Obj) -> None:
+        """Write pipeline status while the fence is still ours; FenceLost otherwise."""
+        for attempt in range(WRITE_TRIES):
+            if int(self.status.get("fence") or 0) != self.generation:
+                raise FenceLost(
+                    f"{self.namespace}/{self.name}: fence is {self.status.get('fence')}, ours was {self.generation}"
+                )
+            try:
+                self.pipeline = await self.kube.patch_status(
+                    RLPIPELINES,
+                    self.namespace,
+                    self.name,
+                    resource_version=self.pipeline["metadata"]["resourceVersion"],
+                    status=status,
+                    timeout=API_SECONDS,
+                )
+                return
+            except (Conflict, Unknown, Unavailable):
+                if attempt == WRITE_TRIES - 1:
+                    raise
+                # The same status written twice is the same status, so re-reading and writing again is safe as
+                # long as the fence is still ours.
+                await asyncio.sleep(0.05 * 2**attempt)
+                await self.read_pipeline()
+
+    async def read_pipeline(self) -> None:
+        """Read the pipeline live; another UID under the name is another pipeline."""
+        live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
+        if live["metadata"]["uid"] != self.uid:
+            raise FenceLost(f"{self.namespace}/{self.name} was deleted and created anew")
+        self.pipeline = live
+
+    # ------------------------------------------------------------------------------------------ round
+
+    async def read_round(self) -> None:
+        """Read the round live."""
+        assert self.round is not None
+        meta = self.round["metadata"]
+        try:
+            live = await self.kube.get(SYNCROUNDS, self.namespace, meta["name"], timeout=API_SECONDS)
+        except NotFound as e:
+            raise RoundGone(meta["name"]) from e
+        if live["metadata"]["uid"] != meta["uid"]:
+            raise RoundGone(meta["name"])
+        self.round = live
+
+    async def write_round(self, status: Obj) -> None:
+        """Write round status under its resourceVersion. A writer with a higher generation ends us (FenceLost)."""
+        assert self.round is not None
+        for attempt in range(WRITE_TRIES):
+            theirs = int((self.round_status.get("lease") or {}).get("generation") or 0)
+            if theirs > self.generation > 0:
+                raise FenceLost(f"round {self.round['metadata']['name']} is leased under generation {theirs}")
+            if self.round_status.get("phase") in TERMINAL and status.get("phase") != self.round_status.get("phase"):
+                raise FenceLost(f"round {self.round['metadata']['name']} is settled already")
+            try:
+                self.round = await self.kube.patch_status(
+                    SYNCROUNDS,
+                    self.namespace,
+                    self.round["metadata"]["name"],
+                    resource_version=self.round["metadata"]["resourceVersion"],
+                    status=status,
+                    timeout=API_SECONDS,
+                )
+                return
+            except NotFound as e:
+                raise RoundGone(self.round["metadata"]["name"]) from e
+            except (Conflict, Unknown, Unavailable):
+                if attempt == WRITE_TRIES - 1:
+                    raise
+                await asyncio.sleep(0.05 * 2**attempt)
+                await self.read_round()
+
+    async def set_finalizer(self, present: bool) -> None:
+        """Add or remove our finalizer on the round; no write when it is as wanted."""
+        assert self.round is not None
+        for attempt in range(WRITE_TRIES):
+            finalizers = list(self.round["metadata"].get("finalizers") or [])
+            if (labels.ROUND_FINALIZER in finalizers) == present:
+                return
+            if present and "deletionTimestamp" in self.round["metadata"]:
+                return  # the apiserver takes no new finalizer on an object that is being deleted
+            wanted = [f for f in finalizers if f != labels.ROUND_FINALIZER]
+            if present:
+                wanted.append(labels.ROUND_FINALIZER)
+            try:
+                self.round = await self.kube.patch_metadata(
+                    SYNCROUNDS,
+                    self.namespace,
+                    self.round["metadata"]["name"],
+                    resource_version=self.round["metadata"]["resourceVersion"],
+                    finalizers=wanted,
+                    timeout=API_SECONDS,
+                )
+                return
+            except NotFound:
+                if present:
+                    raise RoundGone(self.round["metadata"]["name"]) from None
+                return
+            except (Conflict, Unknown, Unavailable):
+                if attempt == WRITE_TRIES - 1:
+                    raise
+                await asyncio.sleep(0.05 * 2**attempt)
+                try:
+                    await self.read_round()
+                except RoundGone:
+                    if present:
+                        raise
+                    return
+
+    def lease(self) -> Obj:
+        """The round's lease as we hold it now; ``acquiredAt`` stays while the generation does."""
+        now = rfc3339(self.ctx.clock.wall_ms())
+        old = self.round_status.get("lease") or {}
+        mine = old.get("generation") == self.generation
+        return {
+            "holder": self.holder,
+            "generation": self.generation,
+            "acquiredAt": old.get("acquiredAt", now) if mine else now,
+            "renewedAt": now,
+        }

@@ -1,0 +1,230 @@
+"""In which state an engine is, from what was observed of its pod and its gate; and which changes of state make sense.
+
+Invariants:
+- an observation that was not made (a silent gate) changes no state and is never read as "closed" or "not routed";
+- Active means proven: the gate's own record names the committed bytes, the engine is not paused, every router lists it;
+- one pod lives one life: a change that is not in ``TRANSITIONS`` (an engine that starts again under the same pod)
+  is not believed, the engine counts as Quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.wire import EngineState as Process
+from rlfleet.api.wire import GateStatus, OperationState
+from rlfleet.plan.rounds import Committed
+from rlfleet.plan.template import ENGINE
+
+_S = EngineState
+
+#: What may follow in the life of one pod. Polls can miss states in between, so every later stage is reachable.
+TRANSITIONS: Final[Mapping[EngineState, frozenset[EngineState]]] = {
+    _S.PENDING: frozenset({_S.BOOTING, _S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.BOOTING: frozenset({_S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.LOADING: frozenset({_S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.ACTIVE: frozenset({_S.LOADING, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.QUARANTINED: frozenset({_S.LOADING, _S.ACTIVE, _S.DRAINING, _S.FAILED}),
+    # A drain ends early when the pool is scaled up again before the pod is deleted.
+    _S.DRAINING: frozenset({_S.PENDING, _S.BOOTING, _S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.FAILED}),
+    _S.FAILED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PodFact:
+    """What planning needs of one pod of a pool. ``index`` is -1 where the label is no number."""
+
+    name: str
+    uid: str
+    index: int
+    created: str = ""
+    phase: str = "Pending"
+    node: str = ""
+    ip: str = ""
+    ready: bool = False
+    scheduled: bool = False
+    started: bool = False
+    deleting: bool = False
+    finished: bool = False
+    failure: str = ""
+    template_hash: str = ""
+    assignment: str = ""
+    owned: bool = True
+
+    @property
+    def live(self) -> bool:
+        """An engine runs or will run in it, and nobody has asked it to go."""
+        return not self.finished and not self.deleting
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The state of one engine, and why it is not Active (empty reason: nothing is wrong)."""
+
+    state: EngineState
+    reason: Reason | None = None
+    message: str = ""
+
+    @property
+    def failure(self) -> str:
+        """For status: the reason, then what is known."""
+        return f"{self.reason.value}: {self.message}" if self.reason and self.message else (self.reason or "")
+
+
+def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
+    """Read one pod. ``owner_uid``: UID of the pool that should own it."""
+    meta, status = pod["metadata"], pod.get("status") or {}
+    marks = meta.get("labels") or {}
+    index = marks.get(labels.ENGINE_INDEX, "")
+    conditions = {c.get("type"): c.get("status") for c in status.get("conditions") or []}
+    engine = next((c for c in status.get("containerStatuses") or [] if c.get("name") == ENGINE), {})
+    state = engine.get("state") or {}
+    phase = status.get("phase") or "Pending"
+    owner = next((o for o in meta.get("ownerReferences") or [] if o.get("controller")), {})
+    finished = phase in ("Failed", "Succeeded") or "terminated" in state
+    return PodFact(
+        name=meta["name"],
+        uid=meta["uid"],
+        index=int(index) if index.isascii() and index.isdigit() else -1,
+        created=meta.get("creationTimestamp") or "",
+        phase=phase,
+        node=(pod.get("spec") or {}).get("nodeName") or "",
+        ip=status.get("podIP") or "",
+        ready=conditions.get("Ready") == "True",
+        scheduled=conditions.get("PodScheduled") == "True",
+        started=bool(engine.get("started")) or "running" in state,
+        deleting="deletionTimestamp" in meta,
+        finished=finished,
+        failure=_ending(status, state) if finished else _waiting(status),
+        template_hash=marks.get(labels.TEMPLATE_HASH, ""),
+        assignment=(meta.get("annotations") or {}).get(labels.DEVICES, ""),
+        owned=owner.get("uid") == owner_uid,
+    )
+
+
+def _ending(status: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    ended = engine.get("terminated")
+    if ended:
+        signal = f", signal {ended['signal']}" if ended.get("signal") else ""
+        text = f"engine ended with exit code {ended.get('exitCode')}{signal}"
+        return f"{text} ({ended['reason']})" if ended.get("reason") else text
+    known = ": ".join(str(status[k]) for k in ("reason", "message") if status.get(k))
+    return known or f"pod is {status.get('phase')}"
+
+
+def _waiting(status: Mapping[str, Any]) -> str:
+    """Why a pod does not get on, where kubelet or scheduler say so."""
+    for c in status.get("conditions") or []:
+        if c.get("type") == "PodScheduled" and c.get("status") == "False":
+            return f"not scheduled: {c.get('message') or c.get('reason') or 'no reason given'}"
+    for c in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting = (c.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
+            return f"container {c.get('name')} waits: {waiting['reason']}"
+    return ""
+
+
+def derive(
+    pod: PodFact,
+    gate: GateStatus | None,
+    *,
+    committed: Committed | None,
+    routers: frozenset[str],
+    draining: bool = False,
+    previous: EngineState | None = None,
+) -> Derived:
+    """The state of one engine.
+
+    ``gate`` None: it did not answer now. ``routers``: names that the gate should know. ``previous``: the state of the
+    same pod at the last observation, None for a new one.
+    """
+    found = _observe(pod, gate, committed, routers, draining, previous)
+    if previous is None or found.state == previous or found.state in TRANSITIONS[previous]:
+        return found
+    if previous is EngineState.FAILED:
+        return Derived(EngineState.FAILED, Reason.POD_FAILED, "the engine had ended")
+    return Derived(
+        EngineState.QUARANTINED,
+        Reason.IDENTITY_MISMATCH,
+        f"went from {previous.value} to {found.state.value} within one pod: its engine was restarted in place",
+    )
+
+
+def _observe(
+    pod: PodFact,
+    gate: GateStatus | None,
+    committed: Committed | None,
+    routers: frozenset[str],
+    draining: bool,
+    previous: EngineState | None,
+) -> Derived:
+    if pod.finished:
+        return Derived(EngineState.FAILED, Reason.POD_FAILED, pod.failure)
+    if pod.deleting:
+        return Derived(EngineState.DRAINING, Reason.TERMINATING, "the pod is being deleted")
+    if draining:
+        return Derived(EngineState.DRAINING, Reason.SCALING_DOWN, "the engine is not needed any more")
+    if gate is None:
+        return _silent(pod, previous)
+    if gate.engine.state is Process.STARTING or gate.incarnation is None:
+        return Derived(EngineState.BOOTING if gate.enrolled else _early(pod))
+    if gate.engine.state is Process.UNREACHABLE:
+        known = previous if previous in (_S.LOADING, _S.ACTIVE, _S.QUARANTINED) else None
+        state = known or (EngineState.LOADING if gate.holds or gate.loads else EngineState.BOOTING)
+        return Derived(state, Reason.ENGINE_UNREACHABLE, "the engine process does not answer its gate")
+    return _serving(gate, committed, routers)
+
+
+def _early(pod: PodFact) -> EngineState:
+    return EngineState.BOOTING if pod.started or pod.ip else EngineState.PENDING
+
+
+def _silent(pod: PodFact, previous: EngineState | None) -> Derived:
+    if previous in (_S.LOADING, _S.ACTIVE, _S.QUARANTINED):
+        return Derived(previous, Reason.GATES_UNREACHABLE, "the gate does not answer; last known state")
+    if pod.failure:
+        return Derived(EngineState.PENDING, Reason.POD_PENDING, pod.failure)
+    if pod.ready:
+        # Seen for the first time, while its kubelet says that gate and engine are up.
+        return Derived(EngineState.BOOTING, Reason.GATES_UNREACHABLE, "the gate does not answer")
+    return Derived(_early(pod))
+
+
+def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[str]) -> Derived:
+    """The engine process answers: is it proven, and is it open?"""
+    if gate.uncertain:
+        return Derived(EngineState.QUARANTINED, Reason.UNCERTAIN, "an operation at the gate has no recorded end")
+    holds = gate.holds
+    whole = (
+        committed is not None
+        and holds is not None
+        and (holds.version, holds.manifest_digest) == (committed.version, committed.manifest_digest)
+    )
+    if whole:
+        if gate.engine.paused is False and all(gate.routed.get(r) is True for r in routers):
+            return Derived(EngineState.ACTIVE)
+        if gate.engine.paused is None or any(gate.routed.get(r) is None for r in routers):
+            return Derived(EngineState.LOADING, Reason.ROUTER_UNREACHABLE, "whether the engine is open is not known")
+        return Derived(EngineState.LOADING, Reason.ENGINES_CLOSED, "holds the committed version and is closed")
+    if any(gate.routed.get(r) for r in routers) and gate.engine.paused is False and committed is not None:
+        held = f"version {holds.version}" if holds else "unproven weights"
+        return Derived(
+            EngineState.QUARANTINED,
+            Reason.VERSIONS_DIFFER,
+            f"open with {held}, committed is version {committed.version}",
+        )
+    if gate.loads and gate.loads[-1].state is not OperationState.SUCCEEDED:
+        return Derived(
+            EngineState.QUARANTINED,
+            Reason.POISONED,
+            f"a load of version {gate.loads[-1].version} began and its end is not proven",
+        )
+    if committed is None:
+        return Derived(EngineState.LOADING, Reason.NOTHING_COMMITTED, "no version is committed yet")
+    return Derived(EngineState.LOADING, Reason.AWAITING_ROUND, "closed until a round brings the committed version")

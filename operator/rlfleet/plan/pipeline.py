@@ -1,0 +1,126 @@
+"""Status of a pipeline from what is observed: counts and conditions. Pure.
+
+Invariant: Ready is True only if every engine that should serve is proven at the committed version, runs, and is open;
+an engine that does not answer makes it Unknown at best, never True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
+from rlfleet.plan.rounds import Committed, Engine
+from rlfleet.plan.verdicts import at_committed
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """Engines of a pipeline, counted. ``closed``: answer, but do not serve the committed version."""
+
+    total: int
+    active: int
+    closed: tuple[str, ...]
+    silent: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``status.engines``."""
+        return {"total": self.total, "active": self.active}
+
+
+def count(engines: Sequence[Engine], committed: Committed | None) -> FleetFacts:
+    """Count engines: active means proven at ``committed``, not paused, and listed by every router of its pool."""
+    live = [e for e in engines if not e.gone and not e.leaving]
+    active, closed, silent = 0, [], []
+    for e in live:
+        if e.status is None:
+            silent.append(e.name)
+        elif (
+            at_committed(e, committed)
+            and e.status.engine.paused is False
+            and not e.status.uncertain
+            and all(v is True for v in e.status.routed.values())
+        ):
+            active += 1
+        else:
+            closed.append(e.name)
+    return FleetFacts(len(live), active, tuple(sorted(closed)), tuple(sorted(silent)))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def conditions(
+    existing: Sequence[Mapping[str, Any]],
+    *,
+    facts: FleetFacts,
+    committed: Committed | None,
+    sender_problem: tuple[Reason, str] | None,
+    sender_has_cache: bool,
+    working: tuple[Reason, str] | None,
+    trouble: tuple[Reason, str] | None,
+    topology: tuple[bool | None, Reason, str],
+    generation: int,
+    now: str,
+) -> list[dict[str, Any]]:
+    """All conditions of an RLPipeline. ``working``: what runs or waits now; ``trouble``: what a person should see."""
+    out: Sequence[Mapping[str, Any]] = existing
+
+    def put(kind: PipelineCondition, value: bool | None, reason: Reason, message: str) -> None:
+        nonlocal out
+        out = set_condition(out, kind, ConditionStatus.of(value), reason, message, generation, now)
+
+    if sender_problem is not None:
+        put(PipelineCondition.SENDER_READY, False, *sender_problem)
+    elif not sender_has_cache:
+        put(PipelineCondition.SENDER_READY, False, Reason.SENDER_NOT_READY, "the sender has published nothing yet")
+    else:
+        put(PipelineCondition.SENDER_READY, True, Reason.SENDER_READY, "the sender holds complete weights")
+    put(PipelineCondition.TOPOLOGY_VALID, *topology)
+    if working is not None:
+        put(PipelineCondition.PROGRESSING, True, *working)
+    else:
+        put(PipelineCondition.PROGRESSING, False, Reason.IDLE, "no round runs")
+    if committed is None:
+        put(
+            PipelineCondition.READY, False, Reason.NOTHING_COMMITTED, "no version is committed yet: sync the base first"
+        )
+    elif facts.total == 0:
+        put(PipelineCondition.READY, True, Reason.NO_ENGINES, "there are no engines")
+    elif facts.active == facts.total:
+        put(
+            PipelineCondition.READY,
+            True,
+            Reason.ALL_ENGINES_ACTIVE,
+            f"{facts.total} engines serve version {committed.version}",
+        )
+    elif facts.silent and not facts.closed:
+        put(
+            PipelineCondition.READY,
+            None,
+            Reason.GATES_UNREACHABLE,
+            f"{len(facts.silent)} gates do not answer: {_some(facts.silent)}",
+        )
+    else:
+        put(
+            PipelineCondition.READY,
+            False,
+            Reason.ENGINES_NOT_ACTIVE,
+            f"{facts.active} of {facts.total} engines serve version {committed.version}; closed: "
+            f"{_some(facts.closed) or 'none'}; silent: {_some(facts.silent) or 'none'}",
+        )
+    if trouble is not None:
+        put(PipelineCondition.DEGRADED, True, *trouble)
+    elif facts.silent:
+        put(
+            PipelineCondition.DEGRADED,
+            True,
+            Reason.GATES_UNREACHABLE,
+            f"gates do not answer: {_some(facts.silent)}",
+        )
+    else:
+        put(PipelineCondition.DEGRADED, False, Reason.AS_EXPECTED, "nothing is wrong")
+    return [dict(c) for c in out]
