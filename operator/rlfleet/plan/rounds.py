@@ -100,7 +100,7 @@ def triage(
                     r,
                     "Superseded",
                     Reason.SENDER_INCARNATION_GONE,
-                    f"the sender is incarnation {sender.incarnation} now, this round was made by {r.sender_incarnation}",
+                    f"the sender is {sender.incarnation} now, this round was made by {r.sender_incarnation}",
                 )
             )
         else:

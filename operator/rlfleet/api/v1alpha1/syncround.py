@@ -192,6 +192,12 @@ class RoundPlan(Status):
     members: tuple[PlannedMember, ...] = Field(
         default=(), max_length=MAX_MEMBERS, description="The members.", json_schema_extra=ATOMIC
     )
+    silent: tuple[ObjectName, ...] = Field(
+        default=(),
+        max_length=MAX_MEMBERS,
+        description="Live engines whose gates did not answer at Planned; they count against maxUnavailable.",
+        json_schema_extra=ATOMIC,
+    )
 
 
 class MemberOutcome(StrEnum):
@@ -289,6 +295,12 @@ class SyncRoundStatus(Status):
         default=(), max_length=20, description="Latest requests to move the round.", json_schema_extra=ATOMIC
     )
     started_at: Time | None = Field(default=None, description="When the round was first claimed.")
+    staging_at: Time | None = Field(
+        default=None, description="When staging began: stagingSeconds count from here, whoever runs the round."
+    )
+    paused_at: Time | None = Field(
+        default=None, description="When pausing began: pausedSeconds count from here, whoever runs the round."
+    )
     finished_at: Time | None = Field(default=None, description="When it ended.")
     conditions: ConditionList = Field(default=(), description="Complete, Failed and Progressing.")
 

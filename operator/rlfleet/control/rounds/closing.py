@@ -348,15 +348,15 @@ class Closing:
 
     @staticmethod
     def _results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:
+        # Up to 64 members everyone is listed; in larger rounds only the exceptions, so that status stays small.
+        listed = {e: v for e, v in verdicts.items() if len(verdicts) <= MAX_LISTED or v is not Verdict.WHOLE}
         rows = []
-        for engine, v in sorted(verdicts.items()):
-            if v is Verdict.WHOLE:
-                continue
+        for engine, v in sorted(listed.items()):
             row = {"engine": engine, "result": _RESULT[v]}
             known = transfer.trouble.by_engine.get(engine) if transfer is not None else None
             if v is Verdict.LOST:
                 row["reason"] = Reason.LOST.value
-            elif known is not None:
+            elif v is not Verdict.WHOLE and known is not None:
                 row["reason"] = known[0].value
             elif v is Verdict.POISONED:
                 row["reason"] = Reason.POISONED.value
