@@ -1,0 +1,64 @@
+# Commands of this repository; `make help` lists them. Everything is installed into .venv and built into a cache
+# folder (XDG_CACHE_HOME or ~/.cache, rlfleet/), nothing into the system.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+NODES ?= 4
+PROVIDER ?= local
+UV_VERSION := 0.13.9
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONPATH := operator:.
+
+.PHONY: help venv demo test cluster cluster-down generate verify lock bench clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## install the locked dependencies into .venv (about 1 minute, 5 GB: PyPI's torch brings CUDA libraries)
+
+$(STAMP): requirements.lock pyproject.toml
+	@echo "== installing locked dependencies into $(VENV) (about 1 minute; torch is large) =="
+	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' \
+	  || { echo "rlfleet needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=python3.12, for example."; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a trainer that learns (KEEP=1 leaves it running)
+	@KEEP=$(KEEP) $(BIN)/python -m e2e.demo
+
+test: $(STAMP) ## all tests that need no root
+	@$(BIN)/python -m pytest
+
+cluster: $(STAMP) ## local control plane and NODES=4 hollow nodes; writes .cluster/kubeconfig
+	@$(BIN)/python -m e2e.cluster up --provider $(PROVIDER) --nodes $(NODES)
+
+cluster-down: $(STAMP) ## stop what `make cluster` started and remove its files
+	@$(BIN)/python -m e2e.cluster down
+
+generate: $(STAMP) ## write the generated files: CRDs and their reference page
+	@$(BIN)/python -m rlfleet.api.crdgen --write
+
+verify: $(STAMP) ## formatting, lint, types, layers, generated files
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m rlfleet.api.crdgen --check
+
+lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock
+	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+	  --extra dev pyproject.toml -o requirements.lock
+
+bench: $(STAMP) ## benchmarks, as ratios against a baseline of the same run
+	@for b in bench/*.py; do echo "== $$b"; $(BIN)/python "$$b"; done
+
+clean: ## remove .venv and caches of tools (not the built Kubernetes programs)
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
