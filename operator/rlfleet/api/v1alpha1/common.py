@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-MAX_INT64 = 2**63 - 1
-#: JSON numbers are exact up to here in every client.
-MAX_VERSION = 2**53
+#: Highest whole number that JSON carries exactly in every client. The apiserver also reads the limits of a schema as
+#: floating point: with 2**63 - 1 as maximum it refuses every value.
+MAX_EXACT = 2**53
+MAX_VERSION = MAX_EXACT
 #: Lists that grow with the fleet name everyone up to here and only the exceptions beyond.
 MAX_LISTED_ENGINES = 64
 MAX_MEMBERS = 4096
@@ -62,10 +63,10 @@ ReasonText = Annotated[str, Field(max_length=64, pattern=r"^[A-Z][A-Za-z0-9]*$")
 Url = Annotated[str, Field(max_length=512, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 WeightVersion = Annotated[int, Field(ge=-1, le=MAX_VERSION)]
-Generation = Annotated[int, Field(ge=0, le=MAX_INT64)]
+Generation = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 Milliseconds = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-ByteCount = Annotated[int, Field(ge=0, le=MAX_INT64)]
+ByteCount = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 LabelKey = Annotated[str, Field(max_length=317)]
 LabelValue = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")]
@@ -117,7 +118,9 @@ class Condition(Status):
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds; Unknown when it is not known.")
     reason: ReasonText = Field(description="Why, as one stable CamelCase word; see the list of reasons.")
     message: Message = Field(description="Why, for people.")
-    observed_generation: Generation = Field(description="metadata.generation that this condition was computed from.")
+    observed_generation: Generation = Field(
+        description="The metadata.generation that this condition was computed from."
+    )
     last_transition_time: Time = Field(description="When status last changed.")
 
 

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from rlfleet.api.v1alpha1.common import (
     ATOMIC,
+    MAX_EXACT,
     MAX_LISTED_ENGINES,
     ConditionList,
     Count,
@@ -242,7 +243,7 @@ Quantity = Annotated[
             "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE]|[eE][0-9]+)?$",
             "maxLength": 32,
             "minimum": 0,
-            "maximum": 2**53,
+            "maximum": MAX_EXACT,
         }
     ),
 ]
@@ -386,7 +387,7 @@ class EngineEntry(Status):
 class EnginePoolStatus(Status):
     """What the operator knows of a pool."""
 
-    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    observed_generation: Generation = Field(default=0, description="The metadata.generation that this status reflects.")
     replicas: Count = Field(default=0, description="Engine pods that exist.")
     ready_replicas: Count = Field(default=0, description="Engine pods that are Ready.")
     selector: Annotated[str, Field(max_length=1024)] = Field(

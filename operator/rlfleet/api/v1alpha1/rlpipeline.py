@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
-    MAX_INT64,
+    MAX_EXACT,
     ConditionList,
     Count,
     Generation,
@@ -319,11 +319,11 @@ class EngineTotals(Status):
 class RLPipelineStatus(Status):
     """What the operator knows of a pipeline."""
 
-    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    observed_generation: Generation = Field(default=0, description="The metadata.generation that this status reflects.")
     fence: int = Field(
         default=0,
         ge=0,
-        le=MAX_INT64,
+        le=MAX_EXACT,
         description="Highest generation claimed. Gates and the sender refuse calls of a lower one.",
         json_schema_extra=rules(rule("self >= oldSelf", "fence never decreases")),
     )

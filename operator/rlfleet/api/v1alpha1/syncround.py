@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
     ATOMIC,
-    MAX_INT64,
+    MAX_EXACT,
     MAX_LISTED_ENGINES,
     MAX_MEMBERS,
     ByteCount,
@@ -155,7 +155,7 @@ class RoundLease(Status):
     holder: ShortText = Field(description="Identity of the operator process.")
     generation: int = Field(
         ge=0,
-        le=MAX_INT64,
+        le=MAX_EXACT,
         description="Fence generation under which it acts.",
         json_schema_extra=rules(rule("self >= oldSelf", "lease.generation never decreases")),
     )
@@ -260,7 +260,7 @@ class RoundAttempt(Status):
 class SyncRoundStatus(Status):
     """What the operator knows of a round."""
 
-    observed_generation: Generation = Field(default=0, description="metadata.generation that this status reflects.")
+    observed_generation: Generation = Field(default=0, description="The metadata.generation that this status reflects.")
     phase: RoundPhase | None = Field(
         default=None,
         description="How far the round is. The last five are ends.",

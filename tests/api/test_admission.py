@@ -1,0 +1,346 @@
+"""What the real apiserver accepts, what it refuses, and in which words.
+
+One table row per rule: an object (or a change) that breaks it, and the exact answer. ``test_no_rule_is_untested`` keeps
+the tables complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlfleet.api import crdgen
+from rlfleet.api.reference import rules_of
+
+pytestmark = pytest.mark.cluster
+
+Example = Callable[..., dict[str, Any]]
+RLP, EP, SR = "RLPipeline", "EnginePool", "SyncRound"
+ENGINE, GATE = {"name": "engine", "image": "x"}, {"name": "gate", "image": "x"}
+ROUTER = {"name": "main", "type": "SGLangRouter"}
+SELECTOR = {"matchLabels": {"app": "router"}}
+CONTAINERS = "spec.source.template.spec.containers"
+
+
+def gpus(*nodes: tuple[str, int]) -> list[dict[str, Any]]:
+    return [{"node": node, "devices": [f"GPU-{node}-{i}" for i in range(count)]} for node, count in nodes]
+
+
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (RLP, {}),
+    (RLP, {"spec.trainer": None, "spec.transport": None}),
+    (RLP, {"spec.weights.sender": {"url": "http://10.0.0.7:9450"}}),
+    (RLP, {"spec.weights.sender": {"url": "https://sender.example:9000/base"}}),
+    (RLP, {"spec.transport": {"mode": "Auto", "assertMixed": True, "backend": "gloo"}}),
+    (RLP, {"spec.transport.rendezvousPorts": {"first": 40000, "last": 40000}}),
+    (RLP, {"spec.sync.maxUnavailable": 0}),
+    (RLP, {"spec.sync.maxUnavailable": "0%"}),
+    (RLP, {"spec.sync.maxUnavailable": "100%"}),
+    (RLP, {"metadata.name": "p" * 63}),
+    (EP, {}),
+    (EP, {"spec.replicas": 0, "spec.routers": None}),
+    (EP, {"spec.replicas": 1024}),
+    (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:30001"}}),
+    (EP, {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 2), ("n2", 2))}}),
+    (
+        EP,
+        {
+            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3), ("n2", 3))},
+            "spec.engine.gpusPerEngine": 2,
+            "spec.replicas": 2,
+        },
+    ),
+    (EP, {"spec.gate.resources.limits": {"memory": "5Gi", "cpu": 2, "ephemeral-storage": "1e9"}}),
+    (EP, {"metadata.name": "p" * 52}),
+    (SR, {}),
+    (SR, {"spec.version": -1}),
+    (SR, {"spec.version": 3, "spec.allowRollback": True, "spec.expectedCommitted": 12}),
+    (SR, {"spec.manifestDigest": "sha256:" + "0a" * 32, "spec.attempt": 1000}),
+    (SR, {"metadata.name": "r" * 63}),
+]
+
+
+@pytest.mark.parametrize(("kind", "edits"), ACCEPTED, ids=[f"{k}-{i}" for i, (k, _) in enumerate(ACCEPTED)])
+def test_accepted(kind: str, edits: dict[str, Any], example: Example, dry_server: Any) -> None:
+    assert dry_server.create(example(kind, edits), dry=True)["kind"] == kind
+
+
+def bad_name(kind: str, limit: int, why: str) -> str:
+    return (
+        f'metadata.name: Invalid value: "object": the name of {kind} may have {limit} characters at most, of a-z, 0-9 '
+        f"and '-', without '-' at either end: {why}"
+    )
+
+
+LABELLED = bad_name(RLP, 63, "it becomes a label of pods and rounds")
+PODDED = bad_name(EP, 52, "its pods append an index and five digits")
+SHOWN = bad_name(SR, 63, "it is shown as the operation of pipelines and gates")
+ONE_OF = 'Invalid value: "object": exactly one of podSelector and url must be set'
+PORT_IN_URL = "Forbidden: port applies to podSelector only: put the port into url"
+TOO_FEW = (
+    'spec.replicas: Invalid value: "object": placement.devices has too few devices: each replica takes '
+    "engine.gpusPerEngine devices of one node"
+)
+RESERVED = (
+    "spec.source.template.spec: Forbidden: the container name gate is reserved for the gate that is added to every pod"
+)
+NO_ENGINE = "a container named engine is required: the gate drives that one"
+PERCENT = "maxUnavailable must be a number of engines, or a percentage from 0% to 100%"
+
+
+def below(path: str, value: int, least: int) -> str:
+    return f"{path}: Invalid value: {value}: {path} in body should be greater than or equal to {least}"
+
+
+def above(path: str, value: int, most: int) -> str:
+    return f"{path}: Invalid value: {value}: {path} in body should be less than or equal to {most}"
+
+
+def unknown(path: str, value: str, *supported: str) -> str:
+    return f'{path}: Unsupported value: "{value}": supported values: ' + ", ".join(f'"{s}"' for s in supported)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # RLPipeline: rules
+    (RLP, {"metadata.name": "p" * 64}, LABELLED),
+    (RLP, {"metadata.name": "p" * 300}, LABELLED),
+    (RLP, {"metadata.name": "p" * 300}, "must be no more than 253 characters"),
+    (RLP, {"metadata.name": "with.dots"}, LABELLED),
+    (RLP, {"spec.weights.sender": {}}, f"spec.weights.sender: {ONE_OF}"),
+    (RLP, {"spec.weights.sender.url": "http://10.0.0.7:9450"}, f"spec.weights.sender: {ONE_OF}"),
+    (
+        RLP,
+        {"spec.weights.sender": {"url": "http://10.0.0.7", "port": 9000}},
+        f"spec.weights.sender.port: {PORT_IN_URL}",
+    ),
+    (
+        RLP,
+        {"spec.transport": {"mode": "Broadcast", "assertMixed": True}},
+        'spec.transport.assertMixed: Invalid value: "object": assertMixed needs mode Auto: no other mode mixes '
+        "transports",
+    ),
+    (
+        RLP,
+        {"spec.transport.rendezvousPorts": {"first": 29501, "last": 29500}},
+        'spec.transport.rendezvousPorts.first: Invalid value: "object": first must not be above last',
+    ),
+    *((RLP, {"spec.sync.maxUnavailable": bad}, PERCENT) for bad in ("101%", "10", "ten%", "-1%", "1.5%", "")),
+    # RLPipeline: bounds
+    (RLP, {"spec.sync.maxUnavailable": -1}, below("spec.sync.maxUnavailable", -1, 0)),
+    (
+        RLP,
+        {"spec.transport.mode": "broadcast"},
+        unknown("spec.transport.mode", "broadcast", "CPUSerialize", "Broadcast", "Auto"),
+    ),
+    (RLP, {"spec.transport.backend": "mpi"}, unknown("spec.transport.backend", "mpi", "nccl", "gloo")),
+    (RLP, {"spec.sync.quiesce.mode": "Keep"}, unknown("spec.sync.quiesce.mode", "Keep", "Retract", "Abort", "Wait")),
+    (RLP, {"spec.sync.verify": "On"}, unknown("spec.sync.verify", "On", "IfSupported", "Required", "Off")),
+    (RLP, {"spec.sync.onFailure": "Retry"}, unknown("spec.sync.onFailure", "Retry", "Replace", "Hold")),
+    (RLP, {"spec.sync.deadlines.pausedSeconds": 0}, below("spec.sync.deadlines.pausedSeconds", 0, 1)),
+    (RLP, {"spec.sync.drainSeconds": -1}, below("spec.sync.drainSeconds", -1, 0)),
+    (RLP, {"spec.historyLimit": 0}, below("spec.historyLimit", 0, 1)),
+    (RLP, {"spec.weights": None}, "spec.weights: Required value"),
+    (
+        RLP,
+        {"spec.weights.sender.podSelector.matchLabels": {}},
+        "spec.weights.sender.podSelector.matchLabels in body should have at least 1 properties",
+    ),
+    (RLP, {"spec.weights.sender": {"url": "ftp://x"}}, "spec.weights.sender.url in body should match"),
+    (RLP, {"spec.trainer.gpus": gpus(("n1", 1), ("n1", 1))}, 'spec.trainer.gpus[1]: Duplicate value: {"node":"n1"}'),
+    (
+        RLP,
+        {"spec.trainer.gpus.0.devices": ["GPU-1", "GPU-1"]},
+        'spec.trainer.gpus[0].devices[1]: Duplicate value: "GPU-1"',
+    ),
+    (RLP, {"spec.transport.bucketMiB": 512}, 'unknown field "spec.transport.bucketMiB"'),
+    # EnginePool: rules
+    (EP, {"metadata.name": "p" * 53}, PODDED),
+    (EP, {"metadata.name": "p" * 300}, PODDED),
+    (
+        EP,
+        {CONTAINERS: [{"name": "server", "image": "x"}]},
+        f"{CONTAINERS}: Required value: {NO_ENGINE}",
+    ),
+    (EP, {CONTAINERS: [ENGINE, GATE]}, RESERVED),
+    (EP, {"spec.source.template.spec.initContainers": [GATE]}, RESERVED),
+    (EP, {"spec.placement.mode": "Pinned"}, "spec.placement.devices: Required value: mode Pinned needs devices"),
+    (
+        EP,
+        {"spec.placement": {"mode": "Scheduler", "devices": gpus(("n1", 8))}},
+        "spec.placement.devices: Forbidden: devices are for mode Pinned only",
+    ),
+    (EP, {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3))}}, TOO_FEW),
+    (
+        EP,
+        {
+            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3), ("n2", 3))},
+            "spec.engine.gpusPerEngine": 2,
+            "spec.replicas": 3,
+        },
+        TOO_FEW,
+    ),
+    (EP, {"spec.routers": [ROUTER]}, f"spec.routers[0]: {ONE_OF}"),
+    (EP, {"spec.routers.0.url": "http://10.0.0.9:1"}, f"spec.routers[0]: {ONE_OF}"),
+    (
+        EP,
+        {"spec.routers": [{**ROUTER, "podSelector": SELECTOR}]},
+        "spec.routers[0].port: Required value: podSelector needs port",
+    ),
+    (EP, {"spec.routers": [{**ROUTER, "url": "http://10.0.0.9", "port": 1}]}, f"spec.routers[0].port: {PORT_IN_URL}"),
+    # EnginePool: bounds
+    (
+        EP,
+        {"spec.routers": [{**ROUTER, "url": "http://10.0.0.9:1"}, {**ROUTER, "url": "http://10.0.0.9:2"}]},
+        'spec.routers[1]: Duplicate value: {"name":"main"}',
+    ),
+    (EP, {"spec.engine.gpusPerEngine": 0}, below("spec.engine.gpusPerEngine", 0, 1)),
+    (EP, {"spec.replicas": -1}, below("spec.replicas", -1, 0)),
+    (EP, {"spec.replicas": 1025}, above("spec.replicas", 1025, 1024)),
+    (EP, {"spec.engine.type": "VLLM"}, unknown("spec.engine.type", "VLLM", "SGLang")),
+    (EP, {"spec.routers.0.type": "nginx"}, unknown("spec.routers[0].type", "nginx", "SGLangRouter")),
+    (
+        EP,
+        {"spec.updateStrategy.type": "RollingUpdate"},
+        unknown("spec.updateStrategy.type", "RollingUpdate", "OnDelete"),
+    ),
+    (EP, {"spec.placement.mode": "pinned"}, unknown("spec.placement.mode", "pinned", "Scheduler", "Pinned")),
+    (
+        EP,
+        {"spec.gate.imagePullPolicy": "no"},
+        unknown("spec.gate.imagePullPolicy", "no", "Always", "IfNotPresent", "Never"),
+    ),
+    (EP, {"spec.gate.stagingMiB": 0}, below("spec.gate.stagingMiB", 0, 1)),
+    (EP, {"spec.gate.resources.limits.memory": "much"}, "spec.gate.resources.limits.memory in body should match"),
+    (EP, {"spec.gate.image": None}, "spec.gate.image: Required value"),
+    (EP, {"spec.source": None}, "spec.source: Required value"),
+    (EP, {"spec.pipeline": "No Such"}, "spec.pipeline in body should match"),
+    # SyncRound: rules
+    (SR, {"metadata.name": "r" * 64}, SHOWN),
+    (SR, {"metadata.name": "r" * 300}, SHOWN),
+    (
+        SR,
+        {"spec.allowRollback": True},
+        "spec.expectedCommitted: Required value: allowRollback needs expectedCommitted: the version that you know to "
+        "be committed",
+    ),
+    (
+        SR,
+        {"spec.expectedCommitted": 3},
+        "spec.expectedCommitted: Forbidden: expectedCommitted is for allowRollback only",
+    ),
+    # SyncRound: bounds
+    (SR, {"spec.version": -2}, below("spec.version", -2, -1)),
+    (SR, {"spec.attempt": 0}, below("spec.attempt", 0, 1)),
+    (SR, {"spec.kind": "CatchUp"}, unknown("spec.kind", "CatchUp", "Refresh")),
+    (SR, {"spec.manifestDigest": "md5:00"}, "spec.manifestDigest in body should match '^sha256:[0-9a-f]{64}$'"),
+    (SR, {"spec.senderIncarnation": None}, "spec.senderIncarnation: Required value"),
+]
+
+
+@pytest.mark.parametrize(("kind", "edits", "answer"), REFUSED, ids=[f"{k}-{i}" for i, (k, *_) in enumerate(REFUSED)])
+def test_refused(kind: str, edits: dict[str, Any], answer: str, example: Example, dry_server: Any) -> None:
+    assert answer in dry_server.answer(lambda: dry_server.create(example(kind, edits), dry=True))
+
+
+POOL = "create another EnginePool"
+ROUND = "create another SyncRound"
+PINNED = {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 4))}}
+DIGEST = "sha256:" + "0a" * 32
+ROLLBACK = {"spec.allowRollback": True, "spec.expectedCommitted": 9}
+
+#: kind, edits of the stored object, patch of its spec, answer
+FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (EP, {}, {"pipeline": "other"}, f"pipeline is immutable: {POOL}"),
+    (EP, {}, {"engine": {"port": 30009}}, f"engine.port is immutable: {POOL}"),
+    (EP, {}, {"engine": {"gpusPerEngine": 2}}, f"engine.gpusPerEngine is immutable: {POOL}"),
+    (EP, {}, {"gate": {"port": 9441}}, f"gate.port is immutable: {POOL}"),
+    (EP, PINNED, {"placement": {"mode": "Scheduler", "devices": None}}, f"placement.mode is immutable: {POOL}"),
+    (SR, {}, {"pipeline": "other"}, f"pipeline is immutable: {ROUND}"),
+    (SR, {}, {"version": 2}, f"version is immutable: {ROUND}"),
+    (SR, {}, {"senderIncarnation": "other"}, f"senderIncarnation is immutable: {ROUND}"),
+    (SR, {}, {"attempt": 2}, f"attempt is immutable: {ROUND}"),
+    (SR, {}, {"manifestDigest": DIGEST}, f"manifestDigest is immutable: {ROUND}"),
+    (SR, {"spec.manifestDigest": DIGEST}, {"manifestDigest": None}, f"manifestDigest is immutable: {ROUND}"),
+    (
+        SR,
+        {"spec.manifestDigest": DIGEST},
+        {"manifestDigest": DIGEST.replace("a", "b")},
+        f"manifestDigest is immutable: {ROUND}",
+    ),
+    (SR, {}, {"allowRollback": True, "expectedCommitted": 3}, f"allowRollback is immutable: {ROUND}"),
+    (SR, ROLLBACK, {"expectedCommitted": 8}, f"expectedCommitted is immutable: {ROUND}"),
+    (SR, {"spec.cancel": True}, {"cancel": False}, f"cancel cannot be undone: {ROUND}"),
+    (SR, {"spec.cancel": True}, {"cancel": None}, f"cancel cannot be undone: {ROUND}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits", "patch", "answer"),
+    FROZEN,
+    ids=[f"{k}-{'-'.join(p)}-{i}" for i, (k, _, p, _) in enumerate(FROZEN)],
+)
+def test_immutable(
+    kind: str, edits: dict[str, Any], patch: dict[str, Any], answer: str, example: Example, server: Any
+) -> None:
+    stored = server.create(example(kind, edits))
+    assert answer in server.answer(lambda: server.patch(stored, {"spec": patch}))
+
+
+MUTABLE: list[tuple[str, dict[str, Any]]] = [
+    (SR, {"cancel": True}),
+    (EP, {"replicas": 7, "engine": {"model": "other"}, "gate": {"image": "rlfleet:0.2.0"}, "routers": []}),
+    (EP, {"source": {"template": {"metadata": {"labels": {"app": "changed"}}}}}),
+    (RLP, {"weights": {"sender": {"podSelector": {"matchLabels": {"app": "other"}}, "port": 9451}}}),
+    (RLP, {"transport": {"mode": "CPUSerialize"}, "historyLimit": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "patch"), MUTABLE, ids=[f"{k}-{'-'.join(p)}" for k, p in MUTABLE])
+def test_what_may_change_can_change(kind: str, patch: dict[str, Any], example: Example, server: Any) -> None:
+    stored = server.create(example(kind))
+    changed = server.patch(stored, {"spec": patch})
+    assert changed["spec"] != stored["spec"]
+    assert changed["metadata"]["generation"] == 2
+
+
+LEASE = {"holder": "a", "generation": 100}
+#: kind, status that is stored, change of it, answer
+STATUS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (RLP, {"fence": 100}, {"fence": 99}, "status.fence: Invalid value: 99: fence never decreases"),
+    (SR, {"lease": LEASE}, {"lease": {"generation": 99}}, "lease.generation never decreases"),
+    (SR, {"committed": True}, {"committed": False}, "committed cannot be taken back"),
+    *(
+        (
+            SR,
+            {"phase": end},
+            {"phase": "Holding"},
+            "the round has ended: its phase",
+        )
+        for end in ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
+    ),
+    (SR, {"phase": "Staging"}, {"phase": "Waiting"}, 'status.phase: Unsupported value: "Waiting"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "change", "answer"), STATUS, ids=[f"{k}-{b}" for k, b, *_ in STATUS])
+def test_status_never_goes_back(
+    kind: str, before: dict[str, Any], change: dict[str, Any], answer: str, example: Example, server: Any
+) -> None:
+    stored = server.create(example(kind))
+    server.patch(stored, {"status": before}, "--subresource=status")
+    assert answer in server.answer(lambda: server.patch(stored, {"status": change}, "--subresource=status"))
+    # Written again as it is: a repeated write is no step back.
+    assert server.patch(stored, {"status": before}, "--subresource=status")["status"] == before
+
+
+#: engine.type has one value so far, and kind too: their rules start to matter with the second.
+ONE_VALUE = {"engine.type is immutable: create another EnginePool", "kind is immutable: create another SyncRound"}
+
+
+def test_no_rule_is_untested() -> None:
+    answers = [row[-1] for row in (*REFUSED, *FROZEN, *STATUS)]
+    for kind in crdgen.KINDS:
+        for _, message in rules_of(crdgen.schema(kind)):
+            assert message in ONE_VALUE or any(answer.endswith(message) for answer in answers), message
