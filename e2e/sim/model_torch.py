@@ -89,10 +89,10 @@ class TorchModel:
             at = f"model.layers.{i}."
             h = _norm(x, p[at + "input_layernorm.weight"])
             qkv = F.linear(h, p[at + "self_attn.qkv_proj.weight"])
-            q, k, v = qkv.split([queries, keys, keys], dim=-1)
-            q = _rotate(q.view(batch, width, c.heads, c.head_size), cos, sin)
-            k = _rotate(k.view(batch, width, c.kv_heads, c.head_size), cos, sin)
-            v = v.view(batch, width, c.kv_heads, c.head_size)
+            q, k, v = qkv[..., :queries], qkv[..., queries : queries + keys], qkv[..., queries + keys :]
+            q = _rotate(q.reshape(batch, width, c.heads, c.head_size), cos, sin)
+            k = _rotate(k.reshape(batch, width, c.kv_heads, c.head_size), cos, sin)
+            v = v.reshape(batch, width, c.kv_heads, c.head_size)
             self._keys[i, cache_slots, cache_positions] = k[row, column]
             self._values[i, cache_slots, cache_positions] = v[row, column]
             mixed = F.scaled_dot_product_attention(

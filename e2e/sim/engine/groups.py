@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from .groups_api import GroupError
 
@@ -36,7 +36,7 @@ class BroadcastGroups:
             )
             for prefix in (name, f"{name}/", "cpu/"):
                 store = PrefixStore(prefix, store)
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = self._timeout
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             self._groups[name] = ProcessGroupGloo(store, rank, world_size, options)
@@ -58,7 +58,7 @@ class BroadcastGroups:
             for size in sizes:
                 buffer = torch.empty(size, dtype=torch.uint8)
                 group.broadcast(buffer, 0).wait()
-                result.append(memoryview(buffer.numpy()))
+                result.append(buffer.numpy().data)
         except RuntimeError as error:
             raise GroupError(f"Failed to receive weights: {error}") from error
         return result
