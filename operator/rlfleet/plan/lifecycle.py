@@ -83,10 +83,10 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     marks = meta.get("labels") or {}
     index = marks.get(labels.ENGINE_INDEX, "")
     conditions = {c.get("type"): c.get("status") for c in status.get("conditions") or []}
-    engine = next((c for c in status.get("containerStatuses") or [] if c.get("name") == ENGINE), {})
+    engine: Mapping[str, Any] = next((c for c in status.get("containerStatuses") or [] if c.get("name") == ENGINE), {})
     state = engine.get("state") or {}
     phase = status.get("phase") or "Pending"
-    owner = next((o for o in meta.get("ownerReferences") or [] if o.get("controller")), {})
+    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or [] if o.get("controller")), {})
     finished = phase in ("Failed", "Succeeded") or "terminated" in state
     return PodFact(
         name=meta["name"],

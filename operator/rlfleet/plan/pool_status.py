@@ -1,0 +1,278 @@
+"""The status of an EnginePool, from the observed engines: counts, versions, a bounded list, conditions.
+
+Invariants:
+- its size does not grow with the pool: all engines up to 64, beyond that only those that are not as they should be;
+- the same observation gives the same status, so that nothing is written when nothing changed;
+- what is not known is said as unknown (an absent ``routed``, condition status Unknown), never as a no.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlfleet.api import labels, naming
+from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
+from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
+from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.wire import GateStatus
+from rlfleet.plan.lifecycle import Derived, PodFact
+from rlfleet.plan.rounds import Committed
+
+#: Reasons that explain a state without being a failure of the engine.
+_NORMAL: Final = frozenset(
+    {
+        Reason.AWAITING_ROUND,
+        Reason.NOTHING_COMMITTED,
+        Reason.ENGINES_CLOSED,
+        Reason.SCALING_DOWN,
+        Reason.TERMINATING,
+    }
+)
+_SILENT: Final = frozenset({Reason.GATES_UNREACHABLE, Reason.ENGINE_UNREACHABLE})
+_MAX_FAILURE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One engine as shown. ``gate`` is its last known status, ``answered`` whether that is of this observation."""
+
+    pod: PodFact
+    derived: Derived
+    gate: GateStatus | None = None
+    answered: bool = False
+    outdated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something a person should look at."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that a pool's status is made of."""
+
+    generation: int
+    replicas: int
+    rows: tuple[Row, ...]
+    pool: str
+    routers: frozenset[str]
+    template_hash: str | None
+    committed: Committed | None = None
+    pipeline_found: bool = True
+    problems: tuple[Problem, ...] = ()
+    creating: int = 0
+    waits: tuple[tuple[Reason, str], ...] = ()
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """``0-2,5`` for 0, 1, 2 and 5."""
+    parts: list[list[int]] = []
+    for i in sorted(set(indices)):
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def routed(row: Row, routers: frozenset[str]) -> bool | None:
+    """Whether every router lists the engine; None: unknown, or there is no router."""
+    if not row.answered or row.gate is None or not routers:
+        return None
+    seen = [row.gate.routed.get(r) for r in routers]
+    if any(s is False for s in seen):
+        return False
+    return None if any(s is None for s in seen) else True
+
+
+def entry(row: Row, observed: Observed) -> dict[str, Any]:
+    """One engine in ``status.engines``."""
+    gate = row.gate
+    found: dict[str, Any] = {
+        "name": row.pod.name,
+        "index": max(0, row.pod.index),
+        "podUID": row.pod.uid,
+        "incarnation": gate.incarnation if gate else None,
+        "node": row.pod.node or None,
+        "state": row.derived.state.value,
+        "version": gate.holds.version if gate and gate.holds else None,
+        "fence": gate.fence.generation if gate and gate.fence.generation else None,
+        "routed": routed(row, observed.routers),
+        "failure": row.derived.failure[:_MAX_FAILURE] if row.derived.reason not in _NORMAL else None,
+    }
+    return {k: v for k, v in found.items() if v is not None and v != ""}
+
+
+def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dict[str, Any]:
+    """The whole status. ``old``: what is there (for transition times); ``now`` in RFC 3339."""
+    rows = sorted(observed.rows, key=lambda r: (r.pod.index, r.pod.created, r.pod.uid))
+    counts = Counter(r.derived.state for r in rows)
+    playing = {r.pod.index for r in rows if r.derived.state is not EngineState.DRAINING}
+    counts[EngineState.PENDING] += len(set(range(observed.replicas)) - playing)
+    by_version: dict[int, list[int]] = {}
+    for row in rows:
+        if row.gate and row.gate.holds and row.derived.state is not EngineState.FAILED and row.pod.index >= 0:
+            by_version.setdefault(row.gate.holds.version, []).append(row.pod.index)
+    listed = rows
+    if len(rows) > MAX_LISTED_ENGINES:
+        listed = [r for r in rows if r.derived.state is not EngineState.ACTIVE][:MAX_LISTED_ENGINES]
+    conditions: Sequence[Mapping[str, Any]] = old.get("conditions") or []
+    for type_, status, reason, message in _conditions(observed, rows, counts, by_version):
+        conditions = set_condition(conditions, type_, status, reason, message, observed.generation, now)
+    built: dict[str, Any] = {
+        "observedGeneration": observed.generation,
+        "replicas": sum(not r.pod.finished for r in rows),
+        "readyReplicas": sum(r.pod.ready for r in rows),
+        "selector": f"{labels.POOL}={observed.pool}",
+        "counts": {state.value.lower(): counts[state] for state in EngineState},
+        "versions": [
+            {"version": v, "engines": ranges(by_version[v])}
+            for v in sorted(by_version, reverse=True)[:MAX_LISTED_ENGINES]
+        ],
+        "engines": [entry(r, observed) for r in listed],
+        "templateHash": observed.template_hash,
+        "fencing": "Cooperative",
+        "admissionGuarantee": "Enforced",
+        "conditions": [dict(c) for c in conditions],
+    }
+    return {k: v for k, v in built.items() if v is not None}
+
+
+Verdict = tuple[PoolCondition, ConditionStatus, Reason, str]
+
+
+def _conditions(
+    o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int], by_version: Mapping[int, Sequence[int]]
+) -> Iterable[Verdict]:
+    yield _ready(o, rows, counts)
+    yield _progressing(o, counts)
+    yield _consistent(o, rows)
+    yield _admission(o, rows)
+    yield _degraded(o, rows)
+    outdated = sum(r.outdated for r in rows)
+    if outdated:
+        message = f"{outdated} of {len(rows)} pods were made from an earlier template; delete them to update"
+        yield PoolCondition.TEMPLATE_OUTDATED, ConditionStatus.TRUE, Reason.TEMPLATE_CHANGED, message
+    else:
+        yield PoolCondition.TEMPLATE_OUTDATED, ConditionStatus.FALSE, Reason.TEMPLATE_CURRENT, ""
+
+
+def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) -> Verdict:
+    type_ = PoolCondition.READY
+    if not o.pipeline_found:
+        return type_, ConditionStatus.FALSE, Reason.PIPELINE_NOT_FOUND, "spec.pipeline names no RLPipeline here"
+    invalid = next((p for p in o.problems if p.reason in (Reason.INVALID_SPEC, Reason.INVALID_NAME)), None)
+    if invalid is not None:
+        return type_, ConditionStatus.FALSE, invalid.reason, invalid.message
+    active = counts[EngineState.ACTIVE]
+    silent = sum(r.derived.state is EngineState.ACTIVE and not r.answered for r in rows)
+    text = f"{active} of {o.replicas} engines are active"
+    if o.replicas == 0:
+        return type_, ConditionStatus.TRUE, Reason.NO_ENGINES, "spec.replicas is 0"
+    if active >= o.replicas:
+        if silent:
+            return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
+        return type_, ConditionStatus.TRUE, Reason.ALL_ENGINES_ACTIVE, text
+    waiting = [r.derived.reason for r in rows if r.derived.state is EngineState.LOADING]
+    for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND):
+        if waiting and all(w is reason for w in waiting) and len(waiting) + active == o.replicas:
+            return type_, ConditionStatus.FALSE, reason, f"{text}; {reason.meaning}"
+    return type_, ConditionStatus.FALSE, Reason.ENGINES_NOT_ACTIVE, text
+
+
+def _progressing(o: Observed, counts: Mapping[EngineState, int]) -> Verdict:
+    type_ = PoolCondition.PROGRESSING
+    yes, no = ConditionStatus.TRUE, ConditionStatus.FALSE
+    for reason, message in o.waits:
+        return type_, yes, reason, message
+    if counts[EngineState.DRAINING]:
+        return type_, yes, Reason.SCALING_DOWN, f"{counts[EngineState.DRAINING]} engines are going"
+    if counts[EngineState.FAILED]:
+        return type_, yes, Reason.REPLACING, f"{counts[EngineState.FAILED]} engines are being replaced"
+    starting = counts[EngineState.PENDING] + counts[EngineState.BOOTING]
+    if starting and o.pipeline_found and not o.problems:
+        return type_, yes, Reason.SCALING_UP, f"{starting} engines are starting"
+    return type_, no, Reason.IDLE, ""
+
+
+def _open(row: Row, routers: frozenset[str]) -> bool:
+    """Whether requests can reach the engine, as far as is known: not paused, and listed by some router."""
+    gate = row.gate
+    if gate is None or not row.answered or gate.engine.paused is not False:
+        return False
+    return not routers or any(gate.routed.get(r) for r in routers)
+
+
+def _consistent(o: Observed, rows: Sequence[Row]) -> Verdict:
+    type_ = PoolCondition.VERSION_CONSISTENT
+    held = {
+        (r.gate.holds.version, r.gate.holds.manifest_digest) if r.gate and r.gate.holds else None
+        for r in rows
+        if r.derived.state in (EngineState.ACTIVE, EngineState.QUARANTINED) and _open(r, o.routers)
+    }
+    silent = sum(not r.answered and r.derived.state is EngineState.ACTIVE for r in rows)
+    if len(held) > 1:
+        names = sorted("unproven" if h is None else str(h[0]) for h in held)
+        return type_, ConditionStatus.FALSE, Reason.VERSIONS_DIFFER, f"open engines hold versions {', '.join(names)}"
+    if silent:
+        return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
+    if not held:
+        return type_, ConditionStatus.TRUE, Reason.ENGINES_CLOSED, "no engine is open"
+    only = next(iter(held))
+    if only is None:
+        return type_, ConditionStatus.FALSE, Reason.VERSIONS_DIFFER, "open engines hold unproven weights"
+    return type_, ConditionStatus.TRUE, Reason.VERSIONS_AGREE, f"version {only[0]}"
+
+
+def _admission(o: Observed, rows: Sequence[Row]) -> Verdict:
+    type_ = PoolCondition.ADMISSION_OPEN
+    active = [r for r in rows if r.derived.state is EngineState.ACTIVE]
+    if any(r.answered for r in active):
+        reason = Reason.ENGINES_OPEN if o.routers else Reason.NO_ROUTERS
+        return type_, ConditionStatus.TRUE, reason, ""
+    if active:
+        return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, "no gate of an active engine answers"
+    reason = Reason.NO_ENGINES if not rows else Reason.ENGINES_CLOSED
+    return type_, ConditionStatus.FALSE, reason, "no engine accepts requests"
+
+
+def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
+    type_ = PoolCondition.DEGRADED
+    problems = list(o.problems)
+    if not o.pipeline_found:
+        problems.append(Problem(Reason.PIPELINE_NOT_FOUND, "spec.pipeline names no RLPipeline in this namespace"))
+    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED]
+    if quarantined:
+        first = quarantined[0]
+        name = naming.engine_name(o.pool, first.pod.index)
+        problems.append(
+            Problem(
+                Reason.ENGINES_QUARANTINED, f"{len(quarantined)} engines, among them {name}: {first.derived.failure}"
+            )
+        )
+    failed = [r for r in rows if r.derived.state is EngineState.FAILED]
+    if failed:
+        problems.append(
+            Problem(
+                Reason.POD_FAILED, f"{len(failed)} pods, among them {failed[0].pod.name}: {failed[0].derived.message}"
+            )
+        )
+    pending = [r for r in rows if r.derived.reason is Reason.POD_PENDING]
+    if pending:
+        problems.append(Problem(Reason.POD_PENDING, f"{pending[0].pod.name}: {pending[0].derived.message}"))
+    silent = [r for r in rows if r.derived.reason in _SILENT]
+    if silent:
+        reason = silent[0].derived.reason
+        assert reason is not None
+        problems.append(Problem(reason, f"{len(silent)} engines, among them {silent[0].pod.name}"))
+    if not problems:
+        return type_, ConditionStatus.FALSE, Reason.AS_EXPECTED, ""
+    text = "; ".join(p.message for p in problems)
+    return type_, ConditionStatus.TRUE, problems[0].reason, text
