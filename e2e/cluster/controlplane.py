@@ -52,7 +52,7 @@ _AUDIT_POLICY = {
 ADMIN = "admin"
 HOLLOW = "hollow-kubelet"
 # Name of the credential -> (user, group).
-_IDENTITIES: dict[str, tuple[str, str | None]] = {
+IDENTITIES: dict[str, tuple[str, str | None]] = {
     ADMIN: ("admin", "system:masters"),
     "kube-controller-manager": ("system:kube-controller-manager", None),
     "kube-scheduler": ("system:kube-scheduler", None),
@@ -109,7 +109,7 @@ class ControlPlane:
             )
             tokens = pki.service_account_keys(self._pki)
             clients = {}
-            for name, (user, group) in _IDENTITIES.items():
+            for name, (user, group) in IDENTITIES.items():
                 clients[name] = authority.issue(name, user, group)
                 if name != "apiserver-etcd-client":
                     pki.write_kubeconfig(self.kubeconfig(name), self.server, authority.certificate, pair=clients[name])

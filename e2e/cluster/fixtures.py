@@ -10,7 +10,7 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 
-NODES = 0
+NODES = 4
 _GONE_SECONDS = 90.0
 
 

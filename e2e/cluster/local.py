@@ -22,8 +22,9 @@ from typing import Any, Self
 
 from e2e.cluster import pki, processes
 from e2e.cluster.audit import AuditEvent, read_audit
-from e2e.cluster.controlplane import ADMIN, HOLLOW, ClusterError, ControlPlane
+from e2e.cluster.controlplane import HOLLOW, IDENTITIES, ClusterError, ControlPlane
 from e2e.cluster.hollow.control import HollowControl
+from e2e.cluster.hollow.role import hollow_role
 from e2e.cluster.programs import KUBERNETES_VERSION, ensure_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,7 @@ class LocalCluster:
 
     def _start_hollow(self, plane: ControlPlane, mark: str) -> None:
         started = time.monotonic()
+        self.apply(*hollow_role(IDENTITIES[HOLLOW][0]))
         ready = self.state / "hollow" / "ready"
         record = self.state / "run" / f"{_HOLLOW}.json"
         log = plane.log(_HOLLOW)
@@ -301,4 +303,4 @@ def kubectl_hint(cluster: LocalCluster) -> Sequence[str]:
     ]
 
 
-__all__ = ["ADMIN", "DEFAULT_STATE", "ROOT", "ClusterError", "LocalCluster", "kubectl_hint", "memory_folder"]
+__all__ = ["DEFAULT_STATE", "ROOT", "ClusterError", "LocalCluster", "kubectl_hint", "memory_folder"]

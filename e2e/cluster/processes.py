@@ -32,7 +32,9 @@ class Process:
         stat = _stat(self.pid)
         if stat is None or stat[0] in "ZX" or stat[1] != self.start_ticks:
             return False
-        return self.program in _read(self.pid, "cmdline").split(b"\0")[0].decode(errors="replace")
+        command = _read(self.pid, "cmdline").split(b"\0")[0].decode(errors="replace")
+        # Empty for a moment at its start, before the program's image is in place.
+        return not command or self.program in command
 
 
 def start(
