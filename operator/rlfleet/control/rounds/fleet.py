@@ -150,11 +150,11 @@ class Fleet:
                 above = max(above, answer.body.held.generation)
         return above
 
-    def attempt(self, name: str, caller: Caller, step: str) -> int:
-        """The attempt to ask for: the latest in the gate's log (so that a re-sent order joins it), at least 1."""
+    def attempts(self, name: str, caller: Caller, step: str) -> int:
+        """The highest attempt at this step in the gate's log for this operation; 0: none yet."""
         engine = self.engines.get(name)
         known = engine.status.attempts if engine is not None and engine.status is not None else {}
-        return max(1, known.get(f"{caller.operation}/{step}", 0))
+        return known.get(f"{caller.operation}/{step}", 0)
 
     async def run(
         self,
@@ -167,12 +167,14 @@ class Fleet:
     ) -> dict[str, Ended]:
         """Give each named engine its order and wait for the recorded ends, until ``deadline`` (loop seconds).
 
-        ``again``: raise the attempt, which is allowed only after the earlier one has a recorded end.
+        Without ``again`` the latest attempt in the gate's log is joined. ``again``: the next attempt, which is
+        allowed only after the earlier one has a recorded end.
         """
 
         async def one(name: str) -> wire.OperationRecord:
             engine, peer = self.engines[name], self.peers[name]
-            attempt = self.attempt(name, caller, step) + (1 if again else 0)
+            known = self.attempts(name, caller, step)
+            attempt = known + 1 if again else max(1, known)
             return await self._drive(caller, peer, engine.incarnation, step, attempt, orders[name], deadline)
 
         targets = [n for n in orders if n in self.peers and n in self.engines]

@@ -135,17 +135,30 @@ class Healing:
     async def _heal(self, transfer: Transfer, verdicts: dict[str, Verdict]) -> None:
         """Load again where that can work, then verify and publish."""
         deadline = self.run.deadline("pausedSeconds", "pausedAt")
+        await self._clear_uncertain(transfer, deadline)
         again = [m for m in transfer.plan.members if self._can_load(transfer, m, verdicts[m.engine])]
         started = self.ctx.clock.monotonic()
-        first = [m for m in again if verdicts[m.engine] is Verdict.UNTOUCHED]
-        repeat = [m for m in again if verdicts[m.engine] is Verdict.POISONED]
-        if first:
-            await transfer.load(first, deadline=deadline)
-        if repeat:
-            await transfer.load(repeat, deadline=deadline, again=True)
+        if again:
+            await transfer.load(again, deadline=deadline, again=True)
         known = transfer.known_digests()
         if again or any(v is Verdict.LOADED for v in verdicts.values()):
-            await self.run.finish_loads(transfer, deadline=deadline, known=known, started=started, again=bool(repeat))
+            await self.run.finish_loads(transfer, deadline=deadline, known=known, started=started, again=True)
+
+    async def _clear_uncertain(self, transfer: Transfer, deadline: float) -> None:
+        """An operation without a recorded end blocks its gate until a new, verified pause proves the engine idle."""
+        order = wire.PauseOrder()
+        names = [
+            m.engine
+            for m in transfer.plan.members
+            if (e := self.fleet.engines.get(m.engine)) is not None
+            and e.status is not None
+            and e.status.uncertain
+            and not e.status.in_flight
+            and self.fleet.attempts(m.engine, self.run.caller, "Pause") < LOAD_TRIES
+        ]
+        if names:
+            await self.fleet.run(self.run.caller, "Pause", dict.fromkeys(names, order), deadline=deadline, again=True)
+            await self.fleet.poll(names)
 
     def _can_load(self, transfer: Transfer, m: Member, v: Verdict) -> bool:
         if v not in (Verdict.UNTOUCHED, Verdict.POISONED) or not transfer.staged(m):
@@ -155,7 +168,7 @@ class Healing:
             return False
         if status.engine.paused is not True:
             return False
-        return self.fleet.attempt(m.engine, self.run.caller, "Load") < LOAD_TRIES
+        return self.fleet.attempts(m.engine, self.run.caller, "Load") < LOAD_TRIES
 
     async def _replace(self, outcome: Outcome) -> None:
         """pausedSeconds are spent: replace what does not heal (owned pods, by UID); the pool makes new ones."""

@@ -199,7 +199,8 @@ class Transfer:
         for m in members:
             ranks[m.engine] = offset
             offset += m.world_size
-        attempt = max(self.fleet.attempt(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
+        attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
+        attempt = min(max(1, attempt), 9)
         first, last = self.ports
         width = last - first + 1
         # Where in the range to begin differs per round, so that a port in TIME_WAIT is not asked for twice.

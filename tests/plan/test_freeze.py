@@ -1,0 +1,181 @@
+"""Members, transports and refusals of a round: everything is decided before an engine is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
+from rlfleet.api.wire import Transport
+from rlfleet.plan.rounds import Engine, RoundPlan, freeze, unavailable_limit
+from rlfleet.plan.topology import Device, train_devices
+from rlfleet.plan.transport import Refusal, choose
+from tests.plan.rounds_kit import cache, engine, gate, sender
+
+TRAIN = frozenset({Device("n0", "GPU-0"), Device("n0", "GPU-1")})
+
+
+def plan(engines: list[Engine], **changes: Any) -> RoundPlan | Refusal:
+    fields: dict[str, Any] = {
+        "mode": "CPUSerialize",
+        "assert_mixed": False,
+        "backend": "gloo",
+        "train": None,
+        "sender": sender(cache()),
+        "total_bytes": 1000,
+        "verify": "IfSupported",
+        "max_unavailable": "10%",
+    }
+    return freeze(engines, **{**fields, **changes})
+
+
+def members(result: RoundPlan | Refusal) -> list[tuple[str, str, int | None]]:
+    assert isinstance(result, RoundPlan)
+    return [(m.engine, m.transport.value, m.rank_offset) for m in result.members]
+
+
+def test_every_live_engine_whose_gate_answers_is_a_member() -> None:
+    engines = [
+        engine("a", gate()),
+        engine("gone", gate(), gone=True),
+        engine("leaving", gate(), leaving=True),
+        engine("booting", gate(incarnation=None)),
+        engine("b", gate()),
+    ]
+    assert members(plan(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
+
+
+def test_ranks_are_prefix_sums_of_each_members_own_world_size() -> None:
+    def sized(n: int, device: str) -> wire.GateStatus:
+        report = wire.EngineReport(state=wire.EngineState.READY, world_size=n, layout="L")
+        return gate(engine=report, devices=(device,))
+
+    engines = [engine("a", sized(2, "GPU-4")), engine("b", sized(1, "GPU-5")), engine("c", sized(4, "GPU-6"))]
+    result = plan(engines, mode="Broadcast", train=TRAIN)
+    assert members(result) == [("a", "Broadcast", 1), ("b", "Broadcast", 3), ("c", "Broadcast", 4)]
+    assert isinstance(result, RoundPlan)
+    assert result.world_size == 8
+
+
+def test_auto_mixes_by_where_engines_stand() -> None:
+    engines = [engine("on", gate(devices=("GPU-1",))), engine("off", gate(devices=("GPU-7",)))]
+    result = plan(engines, mode="Auto", train=TRAIN, assert_mixed=True)
+    assert members(result) == [("off", "Broadcast", 1), ("on", "Serialized", None)]
+
+
+@pytest.mark.parametrize(
+    ("engines", "changes", "reason", "words"),
+    [
+        (["silent", "silent", "ok"], {}, Reason.GATES_UNREACHABLE, "2 of 3 gates do not answer (e0, e1)"),
+        (["old"], {}, Reason.GATE_TOO_OLD, "e0 speaks protocol 0"),
+        (["ok"], {"mode": "Broadcast"}, Reason.TOPOLOGY_UNKNOWN, "set spec.trainer.gpus"),
+        (["ok"], {"mode": "Auto", "train": TRAIN}, Reason.TOPOLOGY_UNKNOWN, "unknown for: e0"),
+        (["train"], {"mode": "Broadcast", "train": TRAIN}, Reason.ENGINES_ON_TRAIN_DEVICES, "train pool: n0/GPU-0"),
+        (
+            ["free"],
+            {"mode": "Auto", "train": TRAIN, "assert_mixed": True},
+            Reason.MIXED_TRANSPORT_IMPOSSIBLE,
+            "every engine would use Broadcast",
+        ),
+        (["ok"], {"total_bytes": 10_001}, Reason.STAGING_TOO_LARGE, "10001 bytes do not fit"),
+        (["plain"], {"verify": "Required"}, Reason.VERIFY_UNSUPPORTED, "e0 has no usable checksum"),
+        (
+            ["free"],
+            {"mode": "Broadcast", "train": TRAIN, "backend": "nccl"},
+            Reason.SENDER_TOO_OLD,
+            "Broadcast/nccl",
+        ),
+        (["ok"], {"mode": "brodcast"}, Reason.INVALID_SPEC, "'brodcast' is not one of"),
+    ],
+)
+def test_refusals_name_the_reason_and_the_remedy(
+    engines: list[str], changes: dict[str, Any], reason: Reason, words: str
+) -> None:
+    kinds = {
+        "ok": gate(),
+        "silent": None,
+        "old": gate(protocol_version=0),
+        "train": gate(devices=("GPU-0",)),
+        "free": gate(devices=("GPU-9",)),
+        "plain": gate(capabilities=("Serialized", "Broadcast")),
+    }
+    result = plan([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], **changes)
+    assert isinstance(result, Refusal)
+    assert result.reason is reason
+    assert words in result.message
+
+
+def test_a_silent_gate_within_the_limit_is_left_out_and_remembered() -> None:
+    result = plan([engine("a", gate()), engine("b", gate()), engine("quiet")])
+    assert isinstance(result, RoundPlan)
+    assert [m.engine for m in result.members] == ["a", "b"]
+    assert result.silent == ("quiet",)
+
+
+def test_no_engine_is_an_empty_plan_in_every_mode() -> None:
+    for mode in ("CPUSerialize", "Broadcast", "Auto"):
+        assert plan([], mode=mode, train=TRAIN) == RoundPlan((), 1)
+
+
+def test_mig_slices_and_shared_devices_never_join_a_group() -> None:
+    engines = {
+        "mig": frozenset({Device("n1", "MIG-7")}),
+        "x": frozenset({Device("n1", "GPU-3")}),
+        "y": frozenset({Device("n1", "GPU-3")}),
+        "free": frozenset({Device("n1", "GPU-4")}),
+    }
+    auto = choose("Auto", engines, TRAIN)
+    assert isinstance(auto, dict)
+    assert {n: c.transport.value for n, c in auto.items()} == {
+        "mig": "Serialized",
+        "x": "Serialized",
+        "y": "Serialized",
+        "free": "Broadcast",
+    }
+    strict = choose("Broadcast", engines, TRAIN)
+    assert isinstance(strict, Refusal)
+    assert "mig, x, y" in strict.message
+
+
+def test_the_same_uuid_on_another_node_is_another_device() -> None:
+    elsewhere = {"a": frozenset({Device("n9", "GPU-0")})}
+    choice = choose("Broadcast", elsewhere, TRAIN)
+    assert isinstance(choice, dict)
+    assert choice["a"].transport is Transport.BROADCAST
+
+
+def test_train_devices_come_from_the_spec_or_are_unknown() -> None:
+    assert train_devices([{"node": "n0", "devices": ["GPU-0", "GPU-1"]}]) == TRAIN
+    assert train_devices([]) is None
+    assert train_devices(None) is None
+
+
+devices = st.frozensets(st.builds(Device, st.sampled_from(["n0", "n1"]), st.sampled_from(["GPU-0", "GPU-1", "MIG-2"])))
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.none() | devices, max_size=6), st.none() | devices)
+def test_a_broadcast_group_never_holds_a_train_device_or_one_device_twice(
+    engines: dict[str, frozenset[Device] | None], train: frozenset[Device] | None
+) -> None:
+    for mode in ("Auto", "Broadcast"):
+        choice = choose(mode, engines, train or None)
+        if isinstance(choice, Refusal):
+            continue
+        group = [n for n, c in choice.items() if c.transport is Transport.BROADCAST]
+        used = [d for n in group for d in engines[n] or ()]
+        assert len(used) == len(set(used))
+        assert not set(used) & (train or frozenset())
+        assert set(choice) == set(engines)
+        assert mode == "Auto" or len(group) == len(engines)
+
+
+@pytest.mark.parametrize(
+    ("limit", "total", "count"),
+    [("10%", 4, 1), ("10%", 64, 7), ("0%", 10, 0), (2, 3, 2), ("100%", 3, 3), ("10%", 0, 0)],
+)
+def test_max_unavailable_is_rounded_up(limit: int | str, total: int, count: int) -> None:
+    assert unavailable_limit(limit, total) == count

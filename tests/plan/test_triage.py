@@ -1,0 +1,151 @@
+"""Which round runs next, and what is settled without touching anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfleet.api.conditions import Reason
+from rlfleet.plan.rounds import Committed, RoundRef, Triage, triage
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, ref, sender
+
+
+def decide(rounds: list[RoundRef], **changes: Any) -> Triage:
+    fields: dict[str, Any] = {
+        "committed": None,
+        "sender": sender(cache(1)),
+        "sender_problem": None,
+        "now_ms": 2_000,
+        "pending_ms": 600_000,
+    }
+    return triage(rounds, **{**fields, **changes})
+
+
+def test_a_round_whose_version_the_sender_holds_runs() -> None:
+    assert decide([ref()]).run == ref()
+
+
+def test_the_newest_runs_and_older_ones_are_superseded() -> None:
+    old, new = ref("old", 1), ref("new", 2)
+    out = decide([old, new], sender=sender(cache(2)))
+    assert out.run == new
+    assert [(s.round.name, s.outcome, s.reason) for s in out.settle] == [("old", "Superseded", Reason.SUPERSEDED)]
+
+
+def test_a_higher_attempt_at_the_same_version_is_newer() -> None:
+    out = decide([ref("first"), ref("second", attempt=2)])
+    assert out.run is not None
+    assert out.run.name == "second"
+
+
+@pytest.mark.parametrize("change", [{"cancel": True}, {"deleting": True}])
+def test_cancel_and_deletion_end_an_unclaimed_round(change: dict[str, bool]) -> None:
+    out = decide([ref(**change)])
+    assert out.run is None
+    assert [s.outcome for s in out.settle] == ["Cancelled"]
+
+
+def test_a_round_of_a_sender_process_that_is_gone_is_superseded() -> None:
+    out = decide([ref(sender_incarnation="s0")])
+    assert [(s.outcome, s.reason) for s in out.settle] == [("Superseded", Reason.SENDER_INCARNATION_GONE)]
+
+
+def test_an_unreachable_sender_settles_nothing_before_the_deadline() -> None:
+    problem = (Reason.SENDER_UNREACHABLE, "no answer")
+    out = decide([ref(sender_incarnation="s0")], sender=None, sender_problem=problem)
+    assert out.settle == ()
+    assert out.waiting is not None
+    assert out.why == problem
+
+
+def test_waiting_for_the_sender_ends_with_the_pending_deadline() -> None:
+    early = decide([ref(version=2)], now_ms=2_000, pending_ms=600_000)
+    assert early.waiting is not None
+    assert early.why is not None
+    assert early.why[0] is Reason.SENDER_NOT_READY
+    late = decide([ref(version=2)], now_ms=700_000, pending_ms=600_000)
+    assert [(s.outcome, s.reason) for s in late.settle] == [("Failed", Reason.PENDING_DEADLINE)]
+    assert late.waiting is None
+
+
+def test_a_version_that_the_sender_has_passed_fails_at_once() -> None:
+    out = decide([ref(version=1)], sender=sender(cache(3)))
+    assert [(s.outcome, s.reason) for s in out.settle] == [("Failed", Reason.VERSION_NOT_HELD)]
+
+
+def test_a_digest_that_the_sender_does_not_hold_fails_at_once() -> None:
+    out = decide([ref(manifest_digest=DIGEST_B)])
+    assert [(s.outcome, s.reason) for s in out.settle] == [("Failed", Reason.VERSION_NOT_HELD)]
+
+
+COMMITTED = Committed(5, DIGEST_A)
+
+
+@pytest.mark.parametrize(
+    ("round_", "held", "outcome", "reason"),
+    [
+        (ref(version=4), cache(4, DIGEST_B), "Failed", Reason.VERSION_GOES_BACKWARDS),
+        (ref(version=5), cache(5, DIGEST_A), "Succeeded", Reason.ALREADY_COMMITTED),
+        (ref(version=5), cache(5, DIGEST_B), "Failed", Reason.VERSION_GOES_BACKWARDS),
+        (
+            ref(version=4, allow_rollback=True, expected_committed=6),
+            cache(4, DIGEST_B),
+            "Failed",
+            Reason.VERSION_GOES_BACKWARDS,
+        ),
+    ],
+)
+def test_against_what_is_committed(round_: RoundRef, held: Any, outcome: str, reason: Reason) -> None:
+    out = decide([round_], committed=COMMITTED, sender=sender(held))
+    assert out.run is None
+    assert [(s.outcome, s.reason) for s in out.settle] == [(outcome, reason)]
+
+
+def test_a_rollback_that_knows_what_is_committed_runs() -> None:
+    back = ref(version=4, allow_rollback=True, expected_committed=5)
+    assert decide([back], committed=COMMITTED, sender=sender(cache(4, DIGEST_B))).run == back
+
+
+def test_a_later_rollback_beats_an_earlier_higher_version() -> None:
+    back = ref("back", version=4, allow_rollback=True, expected_committed=5, created_ms=2_000)
+    forward = ref("forward", version=6, created_ms=1_000)
+    out = decide([forward, back], committed=COMMITTED, sender=sender(cache(4, DIGEST_B)))
+    assert out.run == back
+
+
+rounds = st.lists(
+    st.builds(
+        ref,
+        name=st.uuids().map(str),
+        version=st.integers(-1, 4),
+        attempt=st.integers(1, 3),
+        created_ms=st.integers(0, 5_000),
+        cancel=st.booleans(),
+        sender_incarnation=st.sampled_from(["s0", "s1"]),
+    ),
+    max_size=6,
+)
+
+
+@given(rounds, st.integers(-1, 4), st.booleans(), st.none() | st.integers(-1, 4))
+def test_every_round_gets_exactly_one_answer_and_at_most_one_runs(
+    some: list[RoundRef], held: int, answers: bool, committed: int | None
+) -> None:
+    out = decide(
+        some,
+        sender=sender(cache(held)) if answers else None,
+        sender_problem=None if answers else (Reason.SENDER_ABSENT, "none"),
+        committed=None if committed is None else Committed(committed, DIGEST_B),
+    )
+    answered = [s.round.name for s in out.settle]
+    answered += [r.name for r in (out.run, out.waiting) if r is not None]
+    assert sorted(answered) == sorted(r.name for r in some)
+    assert out.run is None or out.waiting is None
+    if out.run is not None:
+        assert answers
+        assert out.run.version == held
+        assert not out.run.cancel
+        assert committed is None or out.run.version > committed

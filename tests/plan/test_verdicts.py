@@ -1,0 +1,193 @@
+"""What happened to members, from evidence only, and what follows."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfleet.api.wire import OperationState, Transport
+from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
+from rlfleet.plan.verdicts import (
+    Agreement,
+    Entry,
+    Evidence,
+    Next,
+    Verdict,
+    abort,
+    agree,
+    conclude,
+    enter,
+    unfenced,
+    verdict,
+)
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, engine, gate, load
+
+MEMBER = Member("a", "uid-a", "i1", Transport.SERIALIZED)
+
+
+def judge(e: Engine | None) -> Verdict:
+    return verdict(MEMBER, e, operation="r", version=1, manifest_digest=DIGEST_A)
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        (None, Verdict.LOST),
+        (engine("a", gate(), gone=True), Verdict.LOST),
+        (engine("a", gate(), pod_uid="another"), Verdict.LOST),
+        (engine("a", gate(incarnation="i2")), Verdict.LOST),
+        (engine("a", None), Verdict.UNKNOWN),
+        (engine("a", gate()), Verdict.UNTOUCHED),
+        (engine("a", gate(), leaving=True), Verdict.DROPPED),
+        (engine("a", gate(loads=(load("earlier"),))), Verdict.UNTOUCHED),
+        (engine("a", gate(loads=(load(),))), Verdict.LOADED),
+        (engine("a", gate(loads=(load(),), uncertain=True)), Verdict.POISONED),
+        (engine("a", gate(loads=(load(state=OperationState.RUNNING),))), Verdict.POISONED),
+        (engine("a", gate(loads=(load(state=OperationState.FAILED),))), Verdict.POISONED),
+        (engine("a", gate(loads=(load(state=OperationState.UNKNOWN),))), Verdict.POISONED),
+        # Published, but the gate's record names other bytes or another version: not proof of this round's.
+        (engine("a", gate(loads=(load(published=True),), holds=(1, DIGEST_B))), Verdict.LOADED),
+        (engine("a", gate(loads=(load(published=True),), holds=(0, DIGEST_A))), Verdict.LOADED),
+        (engine("a", gate(loads=(load(published=True),), holds=(1, DIGEST_A))), Verdict.WHOLE),
+        # The label alone proves nothing: holds at the target without this round's load.
+        (engine("a", gate(holds=(1, DIGEST_A))), Verdict.UNTOUCHED),
+    ],
+)
+def test_verdict(observed: Engine | None, expected: Verdict) -> None:
+    assert judge(observed) is expected
+
+
+def four(**verdicts: Verdict) -> tuple[RoundPlan, dict[str, Verdict]]:
+    plan = RoundPlan(tuple(Member(n, f"uid-{n}", "i1", Transport.SERIALIZED) for n in verdicts), 1)
+    return plan, dict(verdicts)
+
+
+W, U, P, K, L, D = (
+    Verdict.WHOLE,
+    Verdict.UNTOUCHED,
+    Verdict.POISONED,
+    Verdict.UNKNOWN,
+    Verdict.LOST,
+    Verdict.DROPPED,
+)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "open_ones", "expected"),
+    [
+        ([W, W, W, W], [], Next.COMMIT),
+        ([W, W, W, P], [], Next.COMMIT),  # 10 % of 4 is 1
+        ([W, W, P, U], [], Next.HOLD),
+        ([W, W, L, L], [], Next.COMMIT),  # lost pods do not count
+        ([W, L, D, P], [], Next.COMMIT),
+        ([U, U, P, L], [], Next.ABORT),
+        ([L, L, L, L], [], Next.ABORT),
+        ([W, W, W, W], ["x"], Next.WAIT_FENCE),
+        ([W, K, K, W], [], Next.HOLD),
+    ],
+)
+def test_what_a_round_does_next(verdicts: list[Verdict], open_ones: list[str], expected: Next) -> None:
+    plan, by_name = four(**dict(zip("abcd", verdicts, strict=True)))
+    assert conclude(plan, by_name, unfenced=open_ones, max_unavailable="10%").next is expected
+
+
+@given(st.lists(st.sampled_from(list(Verdict)), min_size=1, max_size=8), st.booleans(), st.integers(0, 8))
+def test_never_commits_without_a_whole_member_or_past_the_limit_or_unfenced(
+    verdicts: list[Verdict], silent: bool, limit: int
+) -> None:
+    plan, by_name = four(**{f"e{i}": v for i, v in enumerate(verdicts)})
+    out = conclude(plan, by_name, unfenced=["x"] if silent else [], max_unavailable=limit)
+    if out.next is Next.COMMIT:
+        assert W in verdicts
+        assert not silent
+        assert sum(v not in (W, L, D) for v in verdicts) <= limit
+    if W not in verdicts:
+        assert out.next is Next.ABORT
+
+
+def test_a_live_engine_that_is_silent_or_behind_is_unfenced() -> None:
+    engines = [
+        engine("fenced", gate(fence=10)),
+        engine("behind", gate(fence=9)),
+        engine("silent", None),
+        engine("gone", None, gone=True),
+        engine("leaving", gate(fence=9), leaving=True),
+    ]
+    assert unfenced(engines, pipeline="p", generation=10) == ("behind", "silent", "leaving")
+    assert unfenced([engine("other", gate(fence=11))], pipeline="q", generation=10) == ("other",)
+
+
+OLD = Committed(0, DIGEST_B, engine_digests={"L": "E0"})
+
+
+def test_abort_resumes_only_untouched_members_that_hold_the_committed_weights() -> None:
+    engines = {
+        "good": engine("good", gate(holds=(0, DIGEST_B))),
+        "new": engine("new", gate()),
+        "loaded": engine("loaded", gate(holds=(0, DIGEST_B), loads=(load(),))),
+        "silent": engine("silent", None),
+        "leaving": engine("leaving", gate(holds=(0, DIGEST_B)), leaving=True),
+        "gone": engine("gone", None, gone=True),
+    }
+    plan = RoundPlan(tuple(Member(n, f"uid-{n}", "i1", Transport.SERIALIZED) for n in engines), 1)
+    out = abort(plan, engines, OLD, operation="r")
+    assert out.resume == ("good",)
+    assert set(out.close) == {"new", "loaded", "silent", "leaving"}
+    assert abort(plan, engines, None, operation="r").resume == ()
+
+
+def ev(name: str, digest: str | None, *, layout: str = "L", changed: bool | None = True) -> Evidence:
+    return Evidence(name, layout, digest, changed)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "committed", "agreed", "rejected"),
+    [
+        ([ev("a", "x"), ev("b", "x")], OLD, ["a", "b"], []),
+        ([ev("a", "x"), ev("b", "y")], OLD, [], ["a", "b"]),
+        ([ev("a", "x"), ev("b", "x"), ev("c", "y")], OLD, ["a", "b"], ["c"]),
+        ([ev("a", "x"), ev("b", "y"), ev("c", "z")], OLD, [], ["a", "b", "c"]),
+        ([ev("a", "x", changed=False), ev("b", "x")], OLD, ["b"], ["a"]),
+        # Equal bytes: the committed digest decides, and an unmoved checksum is right.
+        ([ev("a", "E0", changed=False), ev("b", "y")], Committed(0, DIGEST_A, "", {"L": "E0"}), ["a"], ["b"]),
+        # Layouts are compared among themselves only.
+        ([ev("a", "x"), ev("b", "y", layout="M")], OLD, ["a", "b"], []),
+        ([ev("a", None)], OLD, ["a"], []),
+    ],
+)
+def test_agreement(evidence: list[Evidence], committed: Committed, agreed: list[str], rejected: list[str]) -> None:
+    out = agree(evidence, committed=committed, manifest_digest=DIGEST_A, verify="IfSupported")
+    assert sorted(out.agreed) == agreed
+    assert sorted(out.rejected) == rejected
+
+
+def test_a_lone_engine_and_one_without_checksum_are_unconfirmed() -> None:
+    out = agree([ev("a", "x"), ev("b", None)], committed=OLD, manifest_digest=DIGEST_A, verify="IfSupported")
+    assert set(out.unconfirmed) == {"a", "b"}
+    off: Agreement = agree([ev("a", "x"), ev("b", "y")], committed=OLD, manifest_digest=DIGEST_A, verify="Off")
+    assert off.agreed == ("a", "b")
+
+
+def test_where_a_takeover_enters() -> None:
+    table: dict[tuple[str, bool, bool], Entry] = {}
+    for phase, committed, planned in product(
+        ["", "Pending", "Planned", "Staging", "Quiescing", "Transferring", "Holding", "Committed"],
+        [False, True],
+        [False, True],
+    ):
+        table[phase, committed, planned] = enter(phase, committed=committed, planned=planned)
+    assert all(e is Entry.REOPEN for (_, committed, _), e in table.items() if committed)
+    assert all(e is Entry.PLAN for (_, committed, planned), e in table.items() if not committed and not planned)
+    expected: dict[str, Any] = {
+        "Planned": Entry.PLAN,
+        "Staging": Entry.PLAN,
+        "Quiescing": Entry.QUIESCE,
+        "Transferring": Entry.JUDGE,
+        "Holding": Entry.JUDGE,
+    }
+    for phase, entry in expected.items():
+        assert table[phase, False, True] is entry
