@@ -120,6 +120,11 @@ class Reflector:
         keys = self._by_label[label].get(value, ())
         return [self._objects[k] for k in sorted(keys) if namespace is None or k[0] == namespace]
 
+    def labelled(self, label: str, *, namespace: str | None = None) -> list[Obj]:
+        """Objects that carry the indexed ``label``, whatever its value."""
+        keys = sorted(k for group in self._by_label[label].values() for k in group)
+        return [self._objects[k] for k in keys if namespace is None or k[0] == namespace]
+
     def select(self, namespace: str, match_labels: Mapping[str, str]) -> list[Obj]:
         """Objects of ``namespace`` that carry all of ``match_labels`` (none: nothing, never everything)."""
         if not match_labels:
@@ -274,6 +279,7 @@ class Reflector:
         old = self._objects.get(key)
         if old is not None and version_of(obj) <= version_of(old):
             return
+        obj["metadata"].pop("managedFields", None)  # half of an object's size, and nobody reads it
         if old is not None:
             self._unindex(key, old)
         self._objects[key] = obj

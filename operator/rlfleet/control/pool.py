@@ -1,0 +1,356 @@
+"""The EnginePool reconciler: observe, plan, execute, write status once.
+
+Invariants:
+- decisions are made on a live read of the pool and a view of pods that shows this process's own writes;
+- status is written only when it differs from what is there, at most once per run and about once per second, under the
+  resourceVersion that was read;
+- while a round or repair of the pipeline runs no living engine is removed and no member is asked anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import Reason
+from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.control import pool_gates, pool_pods, routers
+from rlfleet.control.context import Context
+from rlfleet.control.pool_memory import PoolMemory
+from rlfleet.control.queue import After, Done, Result, Retry
+from rlfleet.kube.client import Obj
+from rlfleet.kube.errors import NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
+from rlfleet.plan import template
+from rlfleet.plan.lifecycle import PodFact, derive, pod_fact
+from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
+from rlfleet.plan.pool_status import Observed, Problem, Row, build_status
+from rlfleet.plan.rounds import Committed
+
+log = logging.getLogger(__name__)
+
+#: Longest that a view may lag behind an own write before the object is read live.
+STALE_SECONDS = 3.0
+#: Least seconds between two status writes of a pool that only differ in what engines do.
+STATUS_SECONDS = 1.0
+#: Longest that the deletion of a pool waits for routers.
+FINALIZE_SECONDS = 60.0
+_STARTING = frozenset({EngineState.PENDING, EngineState.BOOTING})
+
+
+def committed_of(pipeline: Mapping[str, Any] | None) -> Committed | None:
+    """``RLPipeline.status.committed`` for planning."""
+    raw = ((pipeline or {}).get("status") or {}).get("committed")
+    return Committed(int(raw["version"]), str(raw["manifestDigest"])) if raw else None
+
+
+def _reason(word: str) -> Reason:
+    """The reason of a gate's answer; every ErrorReason is a Reason (api/conditions.py)."""
+    return next((r for r in Reason if r.value == word), Reason.INTERNAL)
+
+
+class PoolReconciler:
+    """Reconciles EnginePools. One instance per operator; close it at the end."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._memories: dict[tuple[str, str], PoolMemory] = {}
+        self._routers = routers.RouterClients(timeout=ctx.settings.router_timeout)
+        self._router_urls: dict[tuple[str, str], set[str]] = {}
+
+    async def close(self) -> None:
+        """Close connections to routers."""
+        await self._routers.close()
+
+    async def reconcile(self, namespace: str, name: str) -> Result:
+        """Move one pool a step towards its spec."""
+        ctx = self._ctx
+        key = (namespace, name)
+        kube = ctx.kube.at(Priority.RESYNC, field_manager=labels.POOL_MANAGER)
+        if not ctx.pods.synced:
+            raise Retry("the view of pods is not complete yet")
+        await self._catch_up(namespace, name)
+        try:
+            pool = await kube.get(ENGINEPOOLS, namespace, name, timeout=ctx.settings.api_timeout)
+        except NotFound:
+            self._memories.pop(key, None)
+            self._router_urls.pop(key, None)
+            ctx.metrics.engines(namespace, name, {})
+            return Done()
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != pool["metadata"]["uid"]:
+            memory = self._memories[key] = PoolMemory(pool["metadata"]["uid"])
+        found = routers.resolve(pool, ctx.pods)
+        await self._note_routers(key, found)
+        facts = self._facts(pool)
+        if "deletionTimestamp" in pool["metadata"]:
+            return await self._finalize(pool, facts, found, memory)
+        if labels.POOL_FINALIZER not in (pool["metadata"].get("finalizers") or []):
+            pool = await kube.patch_metadata(
+                ENGINEPOOLS,
+                namespace,
+                name,
+                resource_version=pool["metadata"]["resourceVersion"],
+                uid=memory.uid,
+                finalizers=[*(pool["metadata"].get("finalizers") or []), labels.POOL_FINALIZER],
+                timeout=ctx.settings.api_timeout,
+            )
+            ctx.metrics.write(ENGINEPOOLS.plural)
+        try:
+            pipeline: Obj | None = await kube.get(
+                RLPIPELINES, namespace, pool["spec"]["pipeline"], timeout=ctx.settings.api_timeout
+            )
+        except NotFound:
+            pipeline = None
+        return await self._step(pool, pipeline, facts, found, memory)
+
+    async def _step(
+        self, pool: Obj, pipeline: Obj | None, facts: list[PodFact], found: routers.Resolved, memory: PoolMemory
+    ) -> Result:
+        ctx, now = self._ctx, self._ctx.clock.monotonic()
+        problems = [*found.problems]
+        valid = True
+        try:
+            template.validate(pool)
+        except template.InvalidPool as e:
+            valid = False
+            problems.insert(0, Problem(Reason.INVALID_SPEC, str(e)))
+        if pipeline is not None:
+            await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
+            now = ctx.clock.monotonic()
+        failed, lost = memory.see(facts, now)
+        pool_pods.report_endings(ctx, pool, failed, lost)
+
+        out = pool_pods.Outcome(problems=problems)
+        status = (pipeline or {}).get("status") or {}
+        fence = int(status.get("fence") or 0)
+        view = PoolView(
+            name=pool["metadata"]["name"],
+            uid=memory.uid,
+            replicas=int(pool["spec"].get("replicas", 1)),
+            pods=tuple(facts),
+            slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
+            may_create=valid and pipeline is not None,
+            may_remove=not status.get("activeOperation"),
+            unrouted=pool_pods.unrouted(memory, found, fence=fence),
+            held_back=frozenset(memory.held_back(now)),
+            predecessors=memory.predecessors,
+            bumps=memory.bumps,
+        )
+        plan = plan_pods(view)
+        if plan.unroute or memory.departures:
+            await pool_pods.unroute(ctx, pool, plan.unroute, found, self._routers, memory, fence=fence, out=out)
+            gone = pool_pods.unrouted(memory, found, fence=fence)
+            drain = self._drained(plan, pipeline, gone, found, memory, now)
+            plan = plan_pods(replace(view, unrouted=gone, drained=drain))
+        elif plan.draining:
+            drain = self._drained(plan, pipeline, view.unrouted, found, memory, now)
+            plan = plan_pods(replace(view, drained=drain))
+        if plan.create:
+            await pool_pods.create_pods(ctx, pool, plan.create, memory, out)
+        if plan.delete:
+            await pool_pods.delete_pods(ctx, pool, plan.delete, out)
+
+        rows = self._rows(pool, self._facts(pool), plan, pipeline, found, memory)
+        return await self._report(pool, pipeline, plan, rows, found, memory, out, valid=valid)
+
+    # ------------------------------------------------------------------------------------------ observing
+
+    async def _catch_up(self, namespace: str, name: str) -> None:
+        """Wait for own writes in the view; read live what it does not show for too long."""
+        ctx = self._ctx
+        for _, pod in ctx.pods.stale_keys(namespace, f"{name}-", older_than=STALE_SECONDS):
+            try:
+                ctx.pods.observe(await ctx.kube.get(PODS, namespace, pod, timeout=ctx.settings.api_timeout))
+            except NotFound:
+                ctx.pods.observe_absent(namespace, pod)
+        if ctx.pods.stale_keys(namespace, f"{name}-"):
+            raise Retry("the view of pods is behind our own writes", after=0.05)
+
+    def _facts(self, pool: Obj) -> list[PodFact]:
+        meta = pool["metadata"]
+        pods = self._ctx.pods.by_label(labels.POOL, meta["name"], namespace=meta["namespace"])
+        facts = [pod_fact(p, owner_uid=meta["uid"]) for p in pods]
+        return [f for f in facts if f.owned]
+
+    async def _note_routers(self, key: tuple[str, str], found: routers.Resolved) -> None:
+        self._router_urls[key] = {e.url for e in found.endpoints}
+        await self._routers.keep_only(set().union(*self._router_urls.values()))
+
+    @staticmethod
+    def _drained(
+        plan: PodPlan,
+        pipeline: Obj | None,
+        unrouted: frozenset[str],
+        found: routers.Resolved,
+        memory: PoolMemory,
+        now: float,
+    ) -> frozenset[str]:
+        """Leaving engines that have no request left, or have had spec.sync.drainSeconds since they left the routers."""
+        sync = ((pipeline or {}).get("spec") or {}).get("sync") or {}
+        allowance = float(sync.get("drainSeconds", 30))
+        result = set()
+        for uid in plan.draining:
+            if found.endpoints and uid not in unrouted:
+                continue
+            until = memory.drain_until.setdefault(uid, now + allowance)
+            gate = memory.gates.get(uid)
+            idle = (
+                gate is not None
+                and memory.answered.get(uid, False)
+                and gate.engine.running == 0
+                and gate.engine.waiting == 0
+            )
+            if idle or now >= until:
+                result.add(uid)
+        for uid in [u for u in memory.drain_until if u not in plan.draining]:
+            del memory.drain_until[uid]
+        return frozenset(result)
+
+    def _rows(
+        self,
+        pool: Obj,
+        facts: list[PodFact],
+        plan: PodPlan,
+        pipeline: Obj | None,
+        found: routers.Resolved,
+        memory: PoolMemory,
+    ) -> list[Row]:
+        """One row per index, and one per engine that is on its way out."""
+        committed = committed_of(pipeline)
+        rows = []
+        for index, pods in by_index(facts).items():
+            plays = best(pods)
+            for pod in pods:
+                if pod is not plays and (pod.finished or pod.live):
+                    continue
+                gate = memory.gates.get(pod.uid)
+                answered = memory.answered.get(pod.uid, False)
+                derived = derive(
+                    pod,
+                    gate if answered else None,
+                    committed=committed,
+                    routers=found.names,
+                    draining=pod.uid in plan.draining,
+                    previous=memory.states.get(pod.uid),
+                )
+                memory.note_state(pod, derived.state)
+                outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index)
+                rows.append(Row(pod, derived, gate, answered, outdated))
+        return rows
+
+    # ------------------------------------------------------------------------------------------ reporting
+
+    async def _report(
+        self,
+        pool: Obj,
+        pipeline: Obj | None,
+        plan: PodPlan,
+        rows: list[Row],
+        found: routers.Resolved,
+        memory: PoolMemory,
+        out: pool_pods.Outcome,
+        *,
+        valid: bool,
+    ) -> Result:
+        ctx = self._ctx
+        meta = pool["metadata"]
+        refused = next((memory.refusals[r.pod.uid] for r in rows if r.pod.uid in memory.refusals), None)
+        if refused is not None:
+            out.problems.append(Problem(_reason(refused[0]), f"a gate refuses: {refused[1][:300]}"))
+        observed = Observed(
+            generation=int(meta["generation"]),
+            replicas=int(pool["spec"].get("replicas", 1)),
+            rows=tuple(rows),
+            pool=meta["name"],
+            routers=found.names,
+            template_hash=template.template_hash(pool) if valid else None,
+            committed=committed_of(pipeline),
+            pipeline_found=pipeline is not None,
+            problems=tuple(dict.fromkeys(out.problems)),
+            waits=plan.waits,
+        )
+        old = pool.get("status") or {}
+        new = build_status(observed, old, now=rfc3339(ctx.clock.wall_ms()))
+        counts = new["counts"]
+        ctx.metrics.engines(meta["namespace"], meta["name"], counts)
+        changes = {k: new.get(k) for k in {*old, *new} if old.get(k) != new.get(k)}
+        wait = self._next(plan, rows, memory, out, pipeline)
+        if not changes:
+            return After(wait)
+        now = ctx.clock.monotonic()
+        urgent = old.get("observedGeneration") != new["observedGeneration"]
+        if not urgent and memory.status_at is not None and now < memory.status_at + STATUS_SECONDS:
+            return After(min(wait, memory.status_at + STATUS_SECONDS - now))
+        await ctx.kube.at(Priority.SCALE, field_manager=labels.POOL_MANAGER).patch_status(
+            ENGINEPOOLS,
+            meta["namespace"],
+            meta["name"],
+            resource_version=meta["resourceVersion"],
+            uid=memory.uid,
+            status=changes,
+            timeout=ctx.settings.api_timeout,
+        )
+        ctx.metrics.write(ENGINEPOOLS.plural)
+        memory.status_at = now
+        return After(wait)
+
+    def _next(
+        self,
+        plan: PodPlan,
+        rows: list[Row],
+        memory: PoolMemory,
+        out: pool_pods.Outcome,
+        pipeline: Obj | None,
+    ) -> float:
+        """When to look again if nothing happens."""
+        settings = self._ctx.settings
+        waits = [settings.poll_seconds]
+        held = memory.held_back(self._ctx.clock.monotonic())
+        if held:
+            waits.append(max(0.05, min(held.values())))
+        if memory.create_failures:
+            waits.append(min(60.0, 0.5 * 2 ** min(memory.create_failures, 7)))
+        if out.retry or plan.draining or memory.departures:
+            waits.append(settings.boot_poll_seconds)
+        busy = any(r.derived.state in _STARTING for r in rows) or bool(out.created or out.deleted)
+        if busy and pipeline is not None:
+            waits.append(settings.boot_poll_seconds)
+        return min(waits)
+
+    # ------------------------------------------------------------------------------------------ end of a pool
+
+    async def _finalize(self, pool: Obj, facts: list[PodFact], found: routers.Resolved, memory: PoolMemory) -> Result:
+        """Before a pool goes its engines leave the routers; after FINALIZE_SECONDS it goes anyway."""
+        ctx, meta = self._ctx, pool["metadata"]
+        finalizers = list(meta.get("finalizers") or [])
+        if labels.POOL_FINALIZER not in finalizers:
+            return Done()
+        memory.see(facts, ctx.clock.monotonic())
+        out = pool_pods.Outcome()
+        await pool_pods.unroute(ctx, pool, [f for f in facts if f.ip], found, self._routers, memory, fence=0, out=out)
+        if out.retry:
+            age = (ctx.clock.wall_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000
+            if age < FINALIZE_SECONDS:
+                return After(ctx.settings.boot_poll_seconds)
+            note = (
+                f"Deleted although routers could not be cleared for {FINALIZE_SECONDS:.0f} s: {out.problems[0].message}"
+            )
+            ctx.events.record(pool, "Warning", Reason.ROUTER_UNREACHABLE.value, note, action="Finalize")
+        finalizers.remove(labels.POOL_FINALIZER)
+        await ctx.kube.at(Priority.DELETE, field_manager=labels.POOL_MANAGER).patch_metadata(
+            ENGINEPOOLS,
+            meta["namespace"],
+            meta["name"],
+            resource_version=meta["resourceVersion"],
+            uid=memory.uid,
+            finalizers=finalizers,
+            timeout=ctx.settings.api_timeout,
+        )
+        ctx.metrics.write(ENGINEPOOLS.plural)
+        return Done()

@@ -1,0 +1,110 @@
+"""What the pool reconciler remembers between two runs about one pool.
+
+Invariant: all of it can be lost at any moment (an operator restart) without a wrong action: it saves calls, paces
+retries, and holds what is not known otherwise of pods that are already gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.wire import GateStatus
+from rlfleet.plan.lifecycle import PodFact
+
+#: Seconds before the second, third, ... replacement of an engine that never became active; the first is immediate.
+FAILURE_PAUSE = 5.0
+FAILURE_PAUSE_MAX = 300.0
+
+
+@dataclass(slots=True)
+class Failures:
+    """Engines of one index that ended without ever being active."""
+
+    count: int = 0
+    not_before: float = 0.0
+
+
+@dataclass(slots=True)
+class Departure:
+    """An address that must leave the routers, and from which ones it has been read back to be gone."""
+
+    pod: PodFact
+    done: set[str] = field(default_factory=set)
+    fence: int = -1
+
+
+@dataclass(slots=True)
+class PoolMemory:
+    """Of one pool (by UID)."""
+
+    uid: str
+    gates: dict[str, GateStatus] = field(default_factory=dict)
+    answered: dict[str, bool] = field(default_factory=dict)
+    refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
+    states: dict[str, EngineState] = field(default_factory=dict)
+    enrolled: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, PodFact] = field(default_factory=dict)
+    departures: dict[str, Departure] = field(default_factory=dict)
+    drain_until: dict[str, float] = field(default_factory=dict)
+    predecessors: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Failures] = field(default_factory=dict)
+    ever_active: set[str] = field(default_factory=set)
+    counted: set[str] = field(default_factory=set)
+    bumps: dict[int, int] = field(default_factory=dict)
+    create_failures: int = 0
+    status_at: float | None = None
+
+    def see(self, facts: Iterable[PodFact], now: float) -> tuple[list[PodFact], list[PodFact]]:
+        """Take in the pods as seen now. Returns (newly failed, newly lost: gone without our deleting them)."""
+        present = {f.uid: f for f in facts if f.owned}
+        lost = []
+        for uid, old in list(self.facts.items()):
+            if uid in present:
+                continue
+            if old.ip and uid not in self.departures:
+                self.departures[uid] = Departure(old)
+            if old.live:
+                lost.append(old)
+            self._forget(uid)
+        failed = []
+        for fact in present.values():
+            self.facts[fact.uid] = fact
+            if fact.index >= 0:
+                before = self.facts.get(self.predecessors.get(fact.index, ""))
+                if before is None or (before.created, before.uid) <= (fact.created, fact.uid):
+                    self.predecessors[fact.index] = fact.uid
+            if fact.finished and fact.uid not in self.counted:
+                self.counted.add(fact.uid)
+                if not fact.deleting:
+                    failed.append(fact)
+                    self._count(fact, now)
+        return failed, lost
+
+    def held_back(self, now: float) -> dict[int, float]:
+        """Indices whose replacement waits, with the seconds that are left."""
+        return {i: f.not_before - now for i, f in self.failures.items() if f.not_before > now}
+
+    def note_state(self, fact: PodFact, state: EngineState) -> None:
+        """Remember the state that was derived for a pod."""
+        self.states[fact.uid] = state
+        if state is EngineState.ACTIVE:
+            self.ever_active.add(fact.uid)
+            self.failures.pop(fact.index, None)
+
+    def _count(self, fact: PodFact, now: float) -> None:
+        if fact.uid in self.ever_active:
+            self.failures.pop(fact.index, None)
+            return
+        entry = self.failures.setdefault(fact.index, Failures())
+        entry.count += 1
+        if entry.count > 1:
+            entry.not_before = now + min(FAILURE_PAUSE_MAX, FAILURE_PAUSE * 2 ** min(entry.count - 2, 10))
+
+    def _forget(self, uid: str) -> None:
+        self.facts.pop(uid, None)
+        for known in (self.gates, self.answered, self.refusals, self.states, self.enrolled, self.drain_until):
+            known.pop(uid, None)
+        self.ever_active.discard(uid)
+        self.counted.discard(uid)

@@ -1,0 +1,217 @@
+"""Carrying out a pool's plan: create pods, take addresses out of routers, delete pods.
+
+Invariants:
+- creates go out in growing batches, and stop at the first error: a wrong template costs one call, not a thousand;
+- a create without an answer is asked again under the same name, and an existing pod of ours counts as created;
+- a pod is deleted under its UID, after its address has left the routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlfleet.api import labels, naming
+from rlfleet.api.conditions import Reason
+from rlfleet.control.context import Context
+from rlfleet.control.pool_memory import Departure, PoolMemory
+from rlfleet.control.routers import Resolved, RouterClients, base_url
+from rlfleet.kube.client import KubeClient, Obj
+from rlfleet.kube.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import PODS
+from rlfleet.plan.lifecycle import PodFact
+from rlfleet.plan.pods import build_pod
+from rlfleet.plan.pool import Create, Delete, slow_start
+from rlfleet.plan.pool_status import Problem, ranges
+from rlfleet.plan.template import engine_port
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What executing a plan came to."""
+
+    created: list[int] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    retry: bool = False
+
+
+def _client(ctx: Context, priority: Priority) -> KubeClient:
+    return ctx.kube.at(priority, field_manager=labels.POOL_MANAGER)
+
+
+async def create_pods(ctx: Context, pool: Obj, actions: Sequence[Create], memory: PoolMemory, out: Outcome) -> None:
+    """Create pods in growing batches; the first error ends it for now."""
+    kube = _client(ctx, Priority.SCALE)
+    start = 0
+    for size in slow_start(len(actions), largest=ctx.settings.create_parallel):
+        batch = actions[start : start + size]
+        start += size
+        results = await asyncio.gather(*(_create(ctx, kube, pool, a, memory) for a in batch), return_exceptions=True)
+        errors: list[ApiError] = []
+        for action, result in zip(batch, results, strict=True):
+            if isinstance(result, ApiError):
+                errors.append(result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result:
+                out.created.append(action.index)
+        if errors:
+            memory.create_failures += 1
+            out.retry = True
+            hard = next((e for e in errors if isinstance(e, Invalid | Forbidden)), None)
+            if hard is not None:
+                out.problems.append(Problem(Reason.POD_CREATE_FAILED, f"pod not created: {hard.message[:500]}"))
+            else:
+                log.warning("pool %s: creating pods: %s", pool["metadata"]["name"], errors[0])
+            break
+    else:
+        memory.create_failures = 0
+    if out.created:
+        count = len(out.created)
+        note = f"Created {count} engine pod{'s' * (count != 1)}: {ranges(out.created)}"
+        ctx.events.record(pool, "Normal", Reason.POD_CREATED.value, note, action="CreatePods")
+    for problem in out.problems:
+        ctx.events.record(pool, "Warning", problem.reason.value, problem.message, action="CreatePods")
+
+
+async def _create(ctx: Context, kube: KubeClient, pool: Obj, action: Create, memory: PoolMemory) -> bool:
+    namespace = pool["metadata"]["namespace"]
+    body = build_pod(pool, action.index, action.name, public_keys=ctx.keys.public_text())
+    try:
+        pod = await kube.create(PODS, namespace, body, timeout=ctx.settings.api_timeout)
+        ctx.metrics.write("pods")
+    except AlreadyExists:
+        pod = await kube.get(PODS, namespace, action.name, timeout=ctx.settings.api_timeout)
+        owner: Obj = next((o for o in pod["metadata"].get("ownerReferences") or [] if o.get("controller")), {})
+        if owner.get("uid") != pool["metadata"]["uid"]:
+            # The name is a hash and belongs to somebody else: take the next one.
+            memory.bumps[action.index] = memory.bumps.get(action.index, 0) + 1
+            return False
+        ctx.pods.observe(pod)
+        return False
+    ctx.pods.observe(pod)
+    return True
+
+
+async def unroute(
+    ctx: Context,
+    pool: Obj,
+    pods: Iterable[PodFact],
+    routers: Resolved,
+    clients: RouterClients,
+    memory: PoolMemory,
+    *,
+    fence: int,
+    out: Outcome,
+) -> None:
+    """Take the addresses of leaving and gone pods out of every router; done ones are remembered."""
+    port = engine_port(pool)
+    for pod in pods:
+        memory.departures.setdefault(pod.uid, Departure(pod, fence=fence))
+    targets = {e.url for e in routers.endpoints}
+    namespace = pool["metadata"]["namespace"]
+
+    async def one(departure: Departure) -> None:
+        left = [e for e in routers.endpoints if e.url not in departure.done]
+        if not left:
+            return
+        if _borne_by_another(ctx, namespace, departure.pod):
+            departure.done |= targets
+            return
+        for url, error in (await clients.remove(left, base_url(departure.pod.ip, port))).items():
+            if error is None:
+                departure.done.add(url)
+            else:
+                out.retry = True
+                out.problems.append(Problem(Reason.ROUTER_UNREACHABLE, error[:300]))
+
+    await asyncio.gather(*(one(d) for d in memory.departures.values()))
+    # A pod that is gone needs to be remembered no longer once every router is done.
+    for uid, departure in list(memory.departures.items()):
+        if uid not in memory.facts and targets <= departure.done:
+            del memory.departures[uid]
+
+
+def _borne_by_another(ctx: Context, namespace: str, pod: PodFact) -> bool:
+    """Whether a living engine got the address meanwhile; then the entry, if there is one, is its own."""
+    if not (pod.finished or pod.deleting) and ctx.pods.by_uid(pod.uid) is not None:
+        return False
+    for other in ctx.pods.labelled(labels.POOL, namespace=namespace):
+        status = other.get("status") or {}
+        if (
+            other["metadata"]["uid"] != pod.uid
+            and status.get("podIP") == pod.ip
+            and status.get("phase") in ("Pending", "Running")
+        ):
+            return True
+    return False
+
+
+def unrouted(memory: PoolMemory, routers: Resolved, *, fence: int) -> frozenset[str]:
+    """UIDs of pods whose address is out of every router.
+
+    For a pod that still lives this holds only under the fence that it was seen with: a later round may have opened
+    the engine again.
+    """
+    targets = {e.url for e in routers.endpoints}
+    result = set()
+    for uid, departure in memory.departures.items():
+        fact = memory.facts.get(uid)
+        if fact is not None and fact.live and departure.fence != fence:
+            departure.done.clear()
+            departure.fence = fence
+            memory.drain_until.pop(uid, None)
+        if targets <= departure.done:
+            result.add(uid)
+    return frozenset(result)
+
+
+async def delete_pods(ctx: Context, pool: Obj, actions: Sequence[Delete], out: Outcome) -> None:
+    """Delete pods under their UIDs."""
+    kube = _client(ctx, Priority.DELETE)
+    namespace = pool["metadata"]["namespace"]
+    slots = asyncio.Semaphore(ctx.settings.create_parallel)
+
+    async def one(action: Delete) -> None:
+        pod = action.pod
+        async with slots:
+            try:
+                await kube.delete(PODS, namespace, pod.name, uid=pod.uid, timeout=ctx.settings.api_timeout)
+                ctx.metrics.write("pods")
+            except NotFound:
+                ctx.pods.observe_absent(namespace, pod.name)
+                return
+            except Conflict:
+                return  # another pod bears the name by now; the view will show it
+            ctx.pods.note_delete(namespace, pod.name, pod.uid)
+            out.deleted.append(pod.name)
+
+    results = await asyncio.gather(*(one(a) for a in actions), return_exceptions=True)
+    for result in results:
+        if isinstance(result, ApiError):
+            out.retry = True
+            log.warning("pool %s: deleting pods: %s", pool["metadata"]["name"], result)
+        elif isinstance(result, BaseException):
+            raise result
+    shrunk = sorted({a.pod.index for a in actions if a.reason is Reason.SCALING_DOWN and a.pod.name in out.deleted})
+    if shrunk:
+        note = f"Deleted {len(shrunk)} engine pod{'s' * (len(shrunk) != 1)}: {ranges(shrunk)}"
+        ctx.events.record(pool, "Normal", Reason.POD_DELETED.value, note, action="DeletePods")
+
+
+def report_endings(ctx: Context, pool: Obj, failed: Sequence[PodFact], lost: Sequence[PodFact]) -> None:
+    """One Event for what failed and one for what vanished, however many there are."""
+    name = pool["metadata"]["name"]
+    for reason, pods, word in ((Reason.POD_FAILED, failed, "failed"), (Reason.POD_LOST, lost, "vanished")):
+        if pods:
+            first = pods[0]
+            more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
+            why = f": {first.failure}" if first.failure else ""
+            note = f"{naming.engine_name(name, first.index)} ({first.name}){more} {word}{why}"
+            ctx.events.record(pool, "Warning", reason.value, note, action="ReplacePods")

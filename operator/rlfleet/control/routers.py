@@ -1,0 +1,113 @@
+"""Routers of a pool: which ones there are now, and taking addresses out of them.
+
+Invariants:
+- an address counts as removed only after the router was read back; a router that does not answer is unknown;
+- a router whose pod is gone holds no entry, so there is nothing to remove from it;
+- an address that a living pod bears is never removed in the name of a dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlfleet.api.conditions import Reason
+from rlfleet.api.wire import RouterEndpoint, RouterType
+from rlfleet.calls import CallError
+from rlfleet.kube.reflector import Reflector
+from rlfleet.plan.pool_status import Problem
+from rlfleet.router.adapter import RouterAdapter
+from rlfleet.router.sglang_router import SGLangRouterAdapter
+
+#: A gate takes at most this many.
+MAX_ENDPOINTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The routers of a pool as found. ``names``: all that must list an engine, also those that are not there now."""
+
+    endpoints: tuple[RouterEndpoint, ...] = ()
+    names: frozenset[str] = frozenset()
+    problems: tuple[Problem, ...] = ()
+
+
+def base_url(ip: str, port: int) -> str:
+    """``http://<address>:<port>``, with brackets around an IPv6 address."""
+    return f"http://[{ip}]:{port}" if ":" in ip else f"http://{ip}:{port}"
+
+
+def resolve(pool: Mapping[str, Any], pods: Reflector) -> Resolved:
+    """Find the routers of ``pool``: fixed URLs, and running pods by selector."""
+    endpoints: list[RouterEndpoint] = []
+    names: set[str] = set()
+    problems: list[Problem] = []
+    for router in pool["spec"].get("routers") or []:
+        name, kind = router["name"], RouterType(router["type"])
+        if router.get("url"):
+            endpoints.append(RouterEndpoint(name=name, type=kind, url=router["url"].rstrip("/")))
+            names.add(name)
+            continue
+        match = (router.get("podSelector") or {}).get("matchLabels") or {}
+        found = [p for p in pods.select(pool["metadata"]["namespace"], match) if _runs(p)]
+        if not found:
+            names.add(name)
+            problems.append(Problem(Reason.ROUTER_UNREACHABLE, f"router {name}: no running pod matches its selector"))
+        # Several replicas of a router each have their own list, so each one is a router to us.
+        for pod in found:
+            own = name if len(found) == 1 else f"{name}:{pod['metadata']['name']}"
+            url = base_url(pod["status"]["podIP"], int(router["port"]))
+            endpoints.append(RouterEndpoint(name=own[:253], type=kind, url=url))
+            names.add(own[:253])
+    if len(endpoints) > MAX_ENDPOINTS:
+        problems.append(
+            Problem(Reason.ROUTER_AMBIGUOUS, f"{len(endpoints)} router pods match; a gate takes {MAX_ENDPOINTS}")
+        )
+        endpoints = endpoints[:MAX_ENDPOINTS]
+    return Resolved(tuple(endpoints), frozenset(names), tuple(problems))
+
+
+def _runs(pod: Mapping[str, Any]) -> bool:
+    """A router that may still route, also while it is being deleted."""
+    status = pod.get("status") or {}
+    return status.get("phase") == "Running" and bool(status.get("podIP"))
+
+
+class RouterClients:
+    """Connections to routers, one per URL."""
+
+    def __init__(self, *, timeout: float, parallel: int = 16) -> None:
+        self._timeout = timeout
+        self._clients: dict[str, RouterAdapter] = {}
+        self._slots = asyncio.Semaphore(parallel)
+
+    async def remove(self, endpoints: Iterable[RouterEndpoint], url: str) -> dict[str, str | None]:
+        """Take ``url`` out of all of them and read that back: router URL -> None (done) or what went wrong."""
+        targets = list(endpoints)
+
+        async def one(endpoint: RouterEndpoint) -> str | None:
+            async with self._slots:
+                try:
+                    await self._client(endpoint).remove(url, seconds=self._timeout)
+                except CallError as e:
+                    return f"router {endpoint.name}: {e}"
+            return None
+
+        results = await asyncio.gather(*(one(e) for e in targets))
+        return {e.url: r for e, r in zip(targets, results, strict=True)}
+
+    async def keep_only(self, urls: set[str]) -> None:
+        """Close the connections to routers that are not in ``urls`` any more."""
+        for url in [u for u in self._clients if u not in urls]:
+            await self._clients.pop(url).close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.keep_only(set())
+
+    def _client(self, endpoint: RouterEndpoint) -> RouterAdapter:
+        if endpoint.url not in self._clients:
+            self._clients[endpoint.url] = SGLangRouterAdapter(endpoint.url)
+        return self._clients[endpoint.url]
