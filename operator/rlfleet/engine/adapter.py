@@ -1,0 +1,134 @@
+"""What the gate needs of an engine, whatever its make: the adapter protocol.
+
+Invariants every adapter keeps:
+- a method returns only what was observed in an answer; success means that the engine's state was read back where the
+  engine allows it, never that a call returned 200;
+- a definite refusal raises Refused, no connection raises NotSent, and no answer raises NoAnswer (rlfleet.calls), so
+  the caller can tell "did not happen" from "unknown";
+- no mutating call is repeated blindly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from rlfleet.api.wire import PauseMode
+
+
+class Capability(StrEnum):
+    """What an engine of this flavour and version can do (GateStatus.capabilities)."""
+
+    SERIALIZED = "Serialized"  # loads a directory of safetensors files
+    BROADCAST = "Broadcast"  # receives through a collective group
+    CHECKSUM = "Checksum"  # hashes its own parameters, and the hash means something
+    LABEL = "WeightLabel"  # the version label can be written without loading
+    PAUSE_RETRACT = "Pause/Retract"
+    PAUSE_ABORT = "Pause/Abort"
+    PAUSE_WAIT = "Pause/Wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the engine process lives.
+
+    ``world_size``: ranks it takes in a broadcast group. ``layout``: hash of all that must agree between two engines
+    for their checksums to be comparable.
+    """
+
+    version: str
+    world_size: int
+    layout: str
+    model: str
+    capabilities: frozenset[Capability]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the engine says now. None: it did not say, which is not the same as no.
+
+    ``reachable``: its HTTP server answered. ``admitting``: it takes requests (True proves "not paused"; False has
+    several causes, pause among them).
+    """
+
+    reachable: bool
+    admitting: bool | None = None
+    label: str | None = None
+    model: str | None = None
+    running: int | None = None
+    waiting: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What an engine must be told about one broadcast: the tensors in the order of their bytes."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """The engine's own hash of its parameters; ``meaningful`` False: it answered without hashing anything usable."""
+
+    digest: str
+    meaningful: bool
+
+
+class EngineAdapter(Protocol):
+    """One engine process. All durations are seconds."""
+
+    type: str
+
+    async def close(self) -> None:
+        """Close connections; touches nothing at the engine."""
+
+    async def facts(self, seconds: float) -> Facts:
+        """Detect version, layout and capabilities."""
+
+    async def view(self, seconds: float) -> View:
+        """Read the present state; never raises for an engine that does not answer."""
+
+    async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
+        """Stop generation and prove it. The caller saw the engine admit requests at some time since the last resume."""
+
+    async def resume(self) -> None:
+        """Let generation go on, and see that the engine admits requests again."""
+
+    async def heal_readiness(self, seconds: float) -> bool:
+        """Whether the engine admits requests, after giving it the chance to correct a stale "not ready"."""
+
+    async def load_directory(self, path: str, *, seconds: float) -> None:
+        """Load every tensor of the safetensors files in ``path``, keeping caches and the version label."""
+
+    async def join_group(
+        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
+    ) -> None:
+        """Join a collective group; returns when all ranks are there. Leaves the weights alone."""
+
+    async def begin_update(self, seconds: float) -> None:
+        """Open an update session where the engine's version needs one."""
+
+    async def receive(self, bucket: Bucket, *, group: str, seconds: float) -> None:
+        """Receive one flattened bucket from rank 0 and load it, keeping caches and the version label."""
+
+    async def end_update(self, seconds: float) -> None:
+        """Close the update session."""
+
+    async def leave_group(self, group: str, seconds: float) -> None:
+        """Leave the group; one that does not exist counts as left."""
+
+    async def flush(self, seconds: float) -> None:
+        """Drop every cache that was computed with older weights, and see that the engine says so."""
+
+    async def checksum(self, seconds: float) -> Checksum | None:
+        """The engine's hash of its parameters, or None where it has none."""
+
+    async def write_label(self, label: str, seconds: float) -> str:
+        """Write the version label once, aborting nothing; return what is read back."""
+
+    async def idle(self, seconds: float) -> bool:
+        """Whether nothing that was asked of the engine before is still in progress (False: not proven)."""

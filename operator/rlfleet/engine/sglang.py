@@ -1,0 +1,330 @@
+"""SGLang's HTTP surface behind the adapter protocol.
+
+Facts this rests on (SGLang 0.5.23 and neighbours):
+- bodies are required even when every field has a default, so ``{}`` is sent;
+- ``/pause_generation`` and ``/continue_generation`` answer 200 whatever happened: the state is read back;
+- ``/ready`` is 200 only if not paused, started, and the last health check was good. 200 proves "not paused"; 503 has
+  three causes. A health check that fails while paused leaves ``/ready`` at 503 after the resume, until one succeeds;
+- versions since the middle of 2026 demand a begin/end session around broadcast updates, older ones do not have it;
+- the defaults of ``flush_cache`` and ``abort_all_requests`` would flush under load or abort every running request, so
+  both are always sent as false and flushing is a step of its own;
+- with an admin key set, control paths take only that key and all others only the user key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rlfleet.api.wire import PauseMode
+from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
+from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, View
+
+#: Seconds for a call that the engine's front end answers by itself.
+QUICK = 2.0
+#: Seconds that a pause may take beyond draining: mode abort repeats its aborts each second until nothing runs.
+PAUSE_SECONDS = 20.0
+#: Seconds that the engine may take to admit requests after a resume; its own health check takes at least one.
+RESUME_SECONDS = 30.0
+#: Bounds of the pause between two polls or two tries of a flush.
+POLL_MIN, POLL_MAX = 0.01, 0.5
+
+_SESSION = "/begin_weight_update"
+_PROBED = {
+    "/update_weights_from_disk": Capability.SERIALIZED,
+    "/update_weights_from_distributed": Capability.BROADCAST,
+    "/weights_checker": Capability.CHECKSUM,
+    "/update_weight_version": Capability.LABEL,
+    "/pause_generation": Capability.PAUSE_RETRACT,
+}
+#: What must agree between two engines for their checksums to be comparable (names as in /server_info).
+_LAYOUT_KEYS = ("model_path", "dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size")
+
+
+class SGLangAdapter:
+    """One SGLang server. ``admin_key`` goes to control paths, ``api_key`` to the rest; None where none is set."""
+
+    type = "SGLang"
+
+    def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
+        self._http = JsonClient(url)
+        self._user = _bearer(api_key)
+        self._admin = _bearer(admin_key or api_key)
+        self._sessions: bool | None = None
+
+    async def close(self) -> None:
+        """Close connections; touches nothing at the engine."""
+        await self._http.close()
+
+    # ------------------------------------------------------------------------------------------ observation
+
+    async def facts(self, seconds: float) -> Facts:
+        """Detect version, layout and capabilities. Goes through the scheduler, so it waits while that is blocked."""
+        info = await self._get("/server_info", "/get_server_info", seconds)
+        capabilities = {Capability.PAUSE_ABORT, Capability.PAUSE_WAIT}
+        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION)))
+        for (_, capability), there in zip(_PROBED.items(), exists, strict=False):
+            if there:
+                capabilities.add(capability)
+        self._sessions = exists[-1]
+        if _int(info.get("dp_size")) not in (None, 1):
+            # The engine itself refuses a broadcast group over data-parallel replicas.
+            capabilities.discard(Capability.BROADCAST)
+        if Capability.LABEL not in capabilities:
+            # Without the label nothing could be published, so nothing may be loaded either.
+            capabilities -= {Capability.SERIALIZED, Capability.BROADCAST}
+        version = str(info.get("version") or "")
+        agreed = {key: info.get(key) for key in _LAYOUT_KEYS} | {"version": version, "engine": self.type}
+        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
+        return Facts(
+            version=version,
+            world_size=(_int(info.get("tp_size")) or 1) * (_int(info.get("pp_size")) or 1),
+            layout=hashlib.sha256(text.encode()).hexdigest()[:16],
+            model=str(info.get("served_model_name") or info.get("model_path") or ""),
+            capabilities=frozenset(capabilities),
+        )
+
+    async def _exists(self, path: str, seconds: float) -> bool:
+        """Whether the server has this POST path. OPTIONS runs no handler: 404 says no, 405 (or 401) says yes."""
+        answer = await self._http.ask("OPTIONS", path, seconds=seconds, headers=self._admin)
+        return answer.status != 404
+
+    async def view(self, seconds: float) -> View:
+        """Read label, admission and load at the same time, each within ``seconds``."""
+        info, ready, loads = await asyncio.gather(
+            self._quiet("/model_info", seconds), self._quiet("/ready", seconds), self._quiet("/v1/loads", seconds)
+        )
+        if info is None and ready is None and loads is None:
+            return View(reachable=False)
+        model = info.body if info is not None and info.status == 200 and isinstance(info.body, dict) else {}
+        running, waiting = _counts(loads)
+        return View(
+            reachable=True,
+            admitting=None if ready is None or ready.status not in (200, 503) else ready.status == 200,
+            label=_text(model.get("weight_version")),
+            model=_text(model.get("served_model_name")) or _text(model.get("model_path")),
+            running=running,
+            waiting=waiting,
+        )
+
+    async def _quiet(self, path: str, seconds: float) -> Answer | None:
+        try:
+            return await self._http.ask("GET", path, seconds=seconds, headers=self._user)
+        except CallError:
+            return None
+
+    async def _get(self, path: str, old_path: str, seconds: float) -> dict[str, Any]:
+        answer = await self._http.ask("GET", path, seconds=seconds, headers=self._user)
+        if answer.status == 404:
+            answer = await self._http.ask("GET", old_path, seconds=seconds, headers=self._user)
+        if answer.status != 200 or not isinstance(answer.body, dict):
+            raise Refused(f"GET {path}", answer.status, explain(answer))
+        return answer.body
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
+        """Pause and prove it: the engine admits nothing now, and nothing runs.
+
+        Only together with "it did admit requests since the last resume", which the caller has seen, does this prove a
+        pause: "does not admit" alone could be a failed health check.
+        """
+        if mode is PauseMode.WAIT:
+            await self._drain(drain_seconds)
+        wire_mode = "abort" if mode is PauseMode.ABORT else "retract"
+        await self._control("/pause_generation", {"mode": wire_mode}, PAUSE_SECONDS)
+        deadline = time.monotonic() + PAUSE_SECONDS
+        async for _ in _polls(deadline):
+            view = await self.view(QUICK)
+            if view.admitting is False and view.running == 0:
+                return
+        raise Refused("POST /pause_generation", 200, f"still not paused after {PAUSE_SECONDS:g} s ({view})")
+
+    async def _drain(self, seconds: float) -> None:
+        """Wait until nothing runs or waits, at most ``seconds``; what is left is retracted by the pause."""
+        async for _ in _polls(time.monotonic() + seconds):
+            view = await self.view(QUICK)
+            if view.running == 0 and view.waiting == 0:
+                return
+
+    async def resume(self) -> None:
+        """Continue generation (idempotent) and wait until the engine admits requests."""
+        await self._control("/continue_generation", {}, QUICK * 5)
+        if not await self.heal_readiness(RESUME_SECONDS):
+            raise Refused("POST /continue_generation", 200, f"still not ready after {RESUME_SECONDS:g} s")
+
+    async def heal_readiness(self, seconds: float) -> bool:
+        """Whether ``/ready`` is 200, running the engine's own health check where it is not: only that corrects it."""
+        deadline = time.monotonic() + seconds
+        async for left in _polls(deadline):
+            ready = await self._quiet("/ready", QUICK)
+            if ready is not None and ready.status == 200:
+                return True
+            await self._quiet("/health", max(left, POLL_MIN))
+        return False
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    async def load_directory(self, path: str, *, seconds: float) -> None:
+        """Load from disk; a 400 may come after some tensors were replaced, so it proves nothing about the weights."""
+        body = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        await self._control("/update_weights_from_disk", body, seconds)
+
+    async def join_group(
+        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
+    ) -> None:
+        """Join as ranks ``rank`` .. ``rank + world_size of this engine``; blocks the scheduler until all are there."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": backend,
+        }
+        try:
+            await self._control("/init_weights_update_group", body, seconds)
+        except Refused as e:
+            if "already" not in e.detail.lower():
+                raise
+            # Left behind by a transfer that broke off; the refusal proves that nothing was joined now.
+            await self.leave_group(group, seconds)
+            await self._control("/init_weights_update_group", body, seconds)
+
+    async def begin_update(self, seconds: float) -> None:
+        """Open a session, where this version has sessions."""
+        if self._sessions is None:
+            self._sessions = await self._exists(_SESSION, seconds)
+        if self._sessions:
+            await self._control("/begin_weight_update", {}, seconds)
+
+    async def receive(self, bucket: Bucket, *, group: str, seconds: float) -> None:
+        """Receive one bucket as one uint8 tensor and load its tensors."""
+        body = {
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        await self._control("/update_weights_from_distributed", body, seconds)
+
+    async def end_update(self, seconds: float) -> None:
+        """Close the session, where this version has sessions."""
+        if self._sessions:
+            await self._control("/end_weight_update", {}, seconds)
+
+    async def leave_group(self, group: str, seconds: float) -> None:
+        """Destroy the group; the engine answers 400 for one that does not exist, which is as good."""
+        try:
+            await self._control("/destroy_weights_update_group", {"group_name": group}, seconds)
+        except Refused as e:
+            if e.status != 400 or "not exist" not in e.detail.lower():
+                raise
+
+    async def flush(self, seconds: float) -> None:
+        """Flush, backing off while the engine says 400: aborts and retractions end after their call returned."""
+        refused: Refused | None = None
+        async for left in _polls(time.monotonic() + seconds):
+            try:
+                await self._control("/flush_cache", {}, min(left, QUICK * 5))
+                return
+            except Refused as e:
+                if e.status != 400:
+                    raise
+                refused = e
+        raise refused or NoAnswer(f"POST /flush_cache: not even tried within {seconds:g} s")
+
+    async def checksum(self, seconds: float) -> Checksum | None:
+        """Ask for checksums of all ranks. None where the path does not exist or the engine says that it can not."""
+        answer = await self._http.ask(
+            "POST", "/weights_checker", seconds=seconds, body={"action": "checksum"}, headers=self._admin
+        )
+        if answer.status in (400, 404):
+            return None
+        if answer.status != 200 or not isinstance(answer.body, dict):
+            raise Refused("POST /weights_checker", answer.status, explain(answer))
+        if answer.body.get("success") is not True:
+            return None
+        return _checksum(answer.body)
+
+    async def write_label(self, label: str, seconds: float) -> str:
+        """Write the label (its default would abort every running request) and read it back."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control("/update_weight_version", body, seconds)
+        info = await self._get("/model_info", "/get_model_info", seconds)
+        return _text(info.get("weight_version")) or ""
+
+    async def idle(self, seconds: float) -> bool:
+        """A checksum passes the scheduler behind everything asked before it: its answer proves that all is done."""
+        try:
+            return await self.checksum(seconds) is not None
+        except CallError:
+            return False
+
+    async def _control(self, path: str, body: dict[str, Any], seconds: float) -> Answer:
+        answer = await self._http.call("POST", path, seconds=seconds, body=body, headers=self._admin)
+        if isinstance(answer.body, dict) and answer.body.get("success") is False:
+            raise Refused(f"POST {path}", answer.status, explain(answer))
+        return answer
+
+
+async def _polls(deadline: float) -> AsyncIterator[float]:
+    """Yield the seconds left, first at once, then with growing pauses, until the deadline."""
+    pause = POLL_MIN
+    while (left := deadline - time.monotonic()) > 0:
+        yield left
+        await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+        pause = min(pause * 2, POLL_MAX)
+
+
+def _bearer(key: str | None) -> dict[str, str] | None:
+    return {"Authorization": f"Bearer {key}"} if key else None
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: Any) -> str | None:
+    return value[:512] if isinstance(value, str) and value else None
+
+
+def _counts(answer: Answer | None) -> tuple[int | None, int | None]:
+    """Running and waiting requests over all replicas; None where the answer does not say."""
+    if answer is None or answer.status != 200 or not isinstance(answer.body, dict):
+        return None, None
+    loads = answer.body.get("loads")
+    if not isinstance(loads, list) or not loads or not all(isinstance(load, dict) for load in loads):
+        return None, None
+    running = [_int(load.get("num_running_reqs")) for load in loads]
+    waiting = [_int(load.get("num_waiting_reqs")) for load in loads]
+    return _sum(running), _sum(waiting)
+
+
+def _sum(values: list[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _checksum(body: dict[str, Any]) -> Checksum | None:
+    """One digest for the engine; versions differ in whether ``per_engine_checksum`` is one string or a list."""
+    ranks = body.get("ranks")
+    parts = [r.get("checksums") for r in ranks if isinstance(r, dict)] if isinstance(ranks, list) else []
+    hashes = [h for part in parts if isinstance(part, dict) for h in part.values()]
+    whole = body.get("per_engine_checksum")
+    if isinstance(whole, str) and 0 < len(whole) <= 128:
+        digest = whole
+    elif whole or hashes:
+        text = json.dumps(whole or parts, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+    else:
+        return None
+    # Parameters that are packed away hash as empty input: equal hashes everywhere say nothing about the weights.
+    return Checksum(digest, meaningful=not hashes or len(hashes) == 1 or len(set(map(str, hashes))) > 1)

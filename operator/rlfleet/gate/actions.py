@@ -1,0 +1,296 @@
+"""What each order does, apart from loading (loads.py): pause, resume, publish, routing, staging.
+
+Every action has a ``check`` that refuses before anything is logged or touched, and a ``run`` that ends with a result
+or raises. Invariants:
+- the durable record never claims more than was observed: proof is written after the read-back, and what could become
+  untrue is withdrawn before the call that could make it untrue;
+- only a resume or open that the store's own proof allows is carried out, whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlfleet.api.wire import (
+    CloseOrder,
+    DiscardOrder,
+    ErrorReason,
+    HoldsRecord,
+    OpenOrder,
+    OperationRequest,
+    OperationState,
+    PauseOrder,
+    PrepareOrder,
+    PublishOrder,
+    ResumeOrder,
+    RouterEndpoint,
+)
+from rlfleet.calls import CallError, NoAnswer, NotSent
+from rlfleet.engine import Capability
+from rlfleet.gate.context import GateContext
+from rlfleet.gate.errors import EffectUnknown, GateError
+from rlfleet.gate.links import STATUS_SECONDS, now_ms
+from rlfleet.gate.staging import Staging
+
+#: Seconds to see the engine admit requests before a pause (its own health check takes at least one).
+HEAL_SECONDS = 20.0
+#: Seconds for one call that passes the engine's scheduler while nothing else keeps it busy.
+ENGINE_SECONDS = 10.0
+READ_BACK_SECONDS = 0.25
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """How one kind of order is checked and carried out."""
+
+    check: Callable[[GateContext, OperationRequest], Awaitable[None]]
+    run: Callable[[GateContext, OperationRequest], Awaitable[Result]]
+
+
+async def no_check(_: GateContext, __: OperationRequest) -> None:
+    """Nothing to refuse."""
+
+
+def engine_failure(what: str, error: CallError) -> GateError:
+    """Translate a failed engine call; no answer to an order means that its effect is unknown."""
+    if isinstance(error, NotSent):
+        return GateError(ErrorReason.ENGINE_UNREACHABLE, f"{what}: {error}")
+    if isinstance(error, NoAnswer):
+        return EffectUnknown(ErrorReason.DEADLINE_EXCEEDED, f"{what}: {error}")
+    return GateError(ErrorReason.ENGINE_REFUSED, f"{what}: {error}")
+
+
+async def is_paused(ctx: GateContext) -> bool | None:
+    """Whether the engine is paused now, proven; None: unknown."""
+    return ctx.engine.paused(await ctx.engine.adapter.view(STATUS_SECONDS))
+
+
+# ---------------------------------------------------------------------------------------------- pause, resume
+
+
+async def pause(ctx: GateContext, request: OperationRequest) -> Result:
+    """Pause and verify; then operations whose effect was unknown are settled, if the engine is proven idle."""
+    order = request.order
+    assert isinstance(order, PauseOrder)
+    try:
+        if not ctx.store.seen_admitting:
+            if not await ctx.engine.adapter.heal_readiness(HEAL_SECONDS):
+                raise GateError(
+                    ErrorReason.ENGINE_UNREACHABLE,
+                    "the engine has not been ready since the last resume, so a pause could not be told from that",
+                )
+            ctx.store.seen_admitting = True
+        await ctx.engine.adapter.pause(order.mode, drain_seconds=order.drain_seconds)
+    except CallError as e:
+        raise engine_failure("pause", e) from e
+    ctx.store.paused = True
+    await _settle_by_pause(ctx)
+    return {"paused": True}
+
+
+async def _settle_by_pause(ctx: GateContext) -> None:
+    unsettled = [r.id for r in ctx.store.unsettled() if r.kind not in _ROUTING]
+    if unsettled and await ctx.engine.adapter.idle(ENGINE_SECONDS):
+        ctx.store.settle(unsettled)
+
+
+async def check_resume(ctx: GateContext, request: OperationRequest) -> None:
+    """Refuse what the store does not prove."""
+    order = request.order
+    assert isinstance(order, ResumeOrder)
+    holds = ctx.store.holds
+    if holds is None:
+        raise GateError(ErrorReason.NOT_PROVEN, "no weights are proven for this engine process")
+    if (holds.version, holds.manifest_digest) != (order.version, order.manifest_digest):
+        raise GateError(
+            ErrorReason.NOT_PROVEN,
+            f"proven are version {holds.version} ({holds.manifest_digest}), "
+            f"not {order.version} ({order.manifest_digest})",
+        )
+    if order.engine_digest is not None and order.engine_digest != holds.engine_digest:
+        raise GateError(
+            ErrorReason.NOT_PROVEN, f"the proven engine digest is {holds.engine_digest}, not {order.engine_digest}"
+        )
+
+
+async def resume(ctx: GateContext, request: OperationRequest) -> Result:
+    """Read the label once more, then resume. The pause record goes first: a crash leaves "unknown", not "paused"."""
+    await check_resume(ctx, request)
+    view, _ = await ctx.engine.observe(busy=False)
+    if view.label is None:
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine does not tell its weight label")
+    await check_resume(ctx, request)  # the label may just have voided the proof
+    with ctx.store.transaction():
+        ctx.store.paused = False
+        ctx.store.seen_admitting = False
+    try:
+        await ctx.engine.adapter.resume()
+    except CallError as e:
+        raise engine_failure("resume", e) from e
+    ctx.store.seen_admitting = True
+    return {}
+
+
+# ---------------------------------------------------------------------------------------------- publish
+
+
+async def check_publish(ctx: GateContext, request: OperationRequest) -> None:
+    """Only what was loaded, flushed and checked last may be published."""
+    order = request.order
+    assert isinstance(order, PublishOrder)
+    latest = ctx.store.latest_load()
+    if latest is None:
+        raise GateError(ErrorReason.NOT_PROVEN, "nothing was loaded at this engine process")
+    _, load = latest
+    wanted = (order.version, order.manifest_digest, OperationState.SUCCEEDED)
+    if (load.version, load.manifest_digest, load.state) != wanted or not load.verified:
+        raise GateError(
+            ErrorReason.NOT_PROVEN,
+            f"the latest load is version {load.version} ({load.manifest_digest}), {load.state}, "
+            f"{'verified' if load.verified else 'not verified'}",
+        )
+    if order.engine_digest is not None and order.engine_digest != load.engine_digest:
+        raise GateError(
+            ErrorReason.DIGEST_MISMATCH, f"the engine's checksum is {load.engine_digest}, not {order.engine_digest}"
+        )
+
+
+async def publish(ctx: GateContext, request: OperationRequest) -> Result:
+    """Write the label once, read it back, and only then record the proof."""
+    order = request.order
+    assert isinstance(order, PublishOrder)
+    await check_publish(ctx, request)
+    latest = ctx.store.latest_load()
+    assert latest is not None
+    op_id, load = latest
+    label = str(order.version)
+    try:
+        read_back = await ctx.engine.adapter.write_label(label, ENGINE_SECONDS)
+    except CallError as e:
+        raise engine_failure("publish", e) from e
+    if read_back != label:
+        raise GateError(ErrorReason.ENGINE_REFUSED, f"wrote label {label!r}, the engine reads {read_back!r}")
+    with ctx.store.transaction():
+        ctx.store.put_load(op_id, load.model_copy(update={"published": True}))
+        ctx.store.holds = HoldsRecord(
+            version=order.version, manifest_digest=order.manifest_digest, engine_digest=load.engine_digest
+        )
+    return {"label": read_back}
+
+
+# ---------------------------------------------------------------------------------------------- routers
+
+
+async def check_open(ctx: GateContext, _: OperationRequest) -> None:
+    """Only an engine with proven weights may be opened."""
+    if ctx.store.holds is None:
+        raise GateError(ErrorReason.NOT_PROVEN, "no weights are proven for this engine process")
+
+
+async def open_routes(ctx: GateContext, request: OperationRequest) -> Result:
+    """Add our URL to every router and wait for the routers' own jobs."""
+    order = request.order
+    assert isinstance(order, OpenOrder)
+    view, _ = await ctx.engine.observe(busy=False)
+    await check_open(ctx, request)
+    if view.admitting is not True:
+        raise GateError(ErrorReason.NOT_PROVEN, "the engine does not admit requests; Resume comes before Open")
+    routers = ctx.routers.endpoints()
+    if not routers:
+        return {}
+    # Until every job has a known end, a Close must reckon with a late one.
+    ctx.store.router_add_since_ms = ctx.store.router_add_since_ms or now_ms()
+    await _at_each(routers, lambda r: ctx.routers.adapter(r).add(ctx.routers.own_url, seconds=order.deadline_seconds))
+    ctx.store.router_add_since_ms = None
+    return {}
+
+
+async def close_routes(ctx: GateContext, request: OperationRequest) -> Result:
+    """Remove our URL from every router and read that back.
+
+    With an addition whose end is unknown, the lists must stay empty for as long as such a job may take.
+    """
+    order = request.order
+    assert isinstance(order, CloseOrder)
+    routers = ctx.routers.endpoints()
+    deadline = time.monotonic() + order.deadline_seconds
+    quiet_since = time.monotonic()
+    while True:
+        before = time.monotonic()
+        removed = await _at_each(routers, lambda r: _remove(ctx, r, order.deadline_seconds))
+        if any(removed):
+            quiet_since = before
+        pending = bool(routers) and ctx.store.router_add_since_ms is not None
+        if not pending or time.monotonic() - quiet_since > ctx.config.router_quiet_seconds:
+            break
+        if time.monotonic() > deadline:
+            raise GateError(
+                ErrorReason.DEADLINE_EXCEEDED,
+                f"an earlier addition may still reach a router; the lists must stay empty for "
+                f"{ctx.config.router_quiet_seconds:g} s",
+            )
+        await asyncio.sleep(READ_BACK_SECONDS)
+    with ctx.store.transaction():
+        ctx.store.router_add_since_ms = None
+        ctx.store.settle([r.id for r in ctx.store.unsettled() if r.kind in _ROUTING])
+    return {}
+
+
+async def _remove(ctx: GateContext, router: RouterEndpoint, seconds: float) -> bool:
+    """Remove our URL from one router; whether it was listed."""
+    adapter = ctx.routers.adapter(router)
+    listed = await adapter.lists(ctx.routers.own_url, seconds)
+    if listed:
+        await adapter.remove(ctx.routers.own_url, seconds=seconds)
+    return listed
+
+
+async def _at_each(routers: list[RouterEndpoint], call: Callable[[RouterEndpoint], Awaitable[Any]]) -> list[Any]:
+    """Call every router at once; all are tried before the first failure is raised."""
+    answers = await asyncio.gather(*(call(r) for r in routers), return_exceptions=True)
+    for router, answer in zip(routers, answers, strict=True):
+        if isinstance(answer, CallError):
+            raise GateError(ErrorReason.ROUTER_UNREACHABLE, f"router {router.name}: {answer}")
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+# ---------------------------------------------------------------------------------------------- staging
+
+
+async def prepare(ctx: GateContext, request: OperationRequest) -> Result:
+    """Make room and expect the manifest. What an earlier round staged is deleted first."""
+    order = request.order
+    assert isinstance(order, PrepareOrder)
+    facts = await ctx.engine.facts()
+    if facts is not None and Capability(order.transport.value) not in facts.capabilities:
+        raise GateError(
+            ErrorReason.UNSUPPORTED,
+            f"{ctx.engine.adapter.type} {facts.version} can not take {order.transport} weights",
+        )
+    staging = Staging.of(request.operation, order)
+    if ctx.area.staging is None or not ctx.area.staging.same(staging):
+        ctx.store.staging = None
+    await ctx.area.prepare(staging)
+    ctx.store.staging = staging.durable()
+    ctx.metrics.staged_bytes.set(ctx.area.staging.received_bytes if ctx.area.staging else 0)
+    return {"capacityBytes": ctx.area.usable_bytes}
+
+
+async def discard(ctx: GateContext, request: OperationRequest) -> Result:
+    """Drop staged bytes and end receives that wait for more."""
+    assert isinstance(request.order, DiscardOrder)
+    ctx.store.staging = None
+    await ctx.area.discard()
+    ctx.metrics.staged_bytes.set(0)
+    return {}
+
+
+_ROUTING = ("Open", "Close")

@@ -1,0 +1,154 @@
+"""Who may still act: tokens first, then identity, then the fence, which is stored before anything is done.
+
+Invariant: a request that fails any of these checks changes nothing, in memory or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from rlfleet.api import fencing
+from rlfleet.api.fencing import Admission, Fence
+from rlfleet.api.tokens import Claims, PublicKeys, Scope, TokenError, verify
+from rlfleet.api.wire import Addressed, EnrollRequest, ErrorReason, Fenced
+from rlfleet.gate.config import GateConfig
+from rlfleet.gate.errors import GateError
+from rlfleet.gate.links import now_ms
+from rlfleet.gate.store import Store
+
+_REFUSALS = {
+    Admission.STALE: (ErrorReason.STALE_FENCE, "a higher generation is held; read RLPipeline.status again"),
+    Admission.OTHER_OPERATION: (ErrorReason.OTHER_OPERATION, "this generation belongs to another operation"),
+    Admission.OTHER_PIPELINE: (
+        ErrorReason.OTHER_PIPELINE,
+        "another pipeline's fence is held; it gives way only to a higher generation while this engine is closed",
+    ),
+    Admission.POISONED: (ErrorReason.FENCE_POISONED, "the generation is more than a day ahead of this gate's clock"),
+}
+
+
+class AdmissionControl:
+    """Verifies tokens and keeps the fence. ``is_closed``: whether the engine is paused and in no router, read live."""
+
+    def __init__(self, config: GateConfig, store: Store, is_closed: Callable[[], Awaitable[bool]]) -> None:
+        self._config = config
+        self._store = store
+        self._is_closed = is_closed
+
+    @property
+    def keys(self) -> PublicKeys:
+        """The keys that count now: those of the latest enrolment that brought any, else the environment's."""
+        stored = self._store.public_keys
+        return PublicKeys(stored) if stored else self._config.public_keys
+
+    def authenticate(self, header: str | None, *scopes: Scope) -> Claims:
+        """Verify a bearer token and its scope."""
+        kind, _, token = (header or "").partition(" ")
+        if kind.lower() != "bearer" or not token.strip():
+            raise GateError(ErrorReason.UNAUTHENTICATED, "an Authorization: Bearer token is needed")
+        try:
+            claims = verify(token.strip(), self.keys, audience=self._config.pod_uid)
+        except TokenError as e:
+            raise GateError(ErrorReason.UNAUTHENTICATED, str(e)) from e
+        if claims.scope not in scopes:
+            wanted = " or ".join(scopes)
+            raise GateError(ErrorReason.FORBIDDEN, f"the token's scope is {claims.scope}, {wanted} is needed")
+        return claims
+
+    def match(self, claims: Claims, body: Fenced) -> None:
+        """The token repeats the fence; both must agree."""
+        for name, mine, theirs in (
+            ("pipeline", claims.pipeline, body.pipeline),
+            ("operation", claims.operation, body.operation),
+            ("generation", claims.generation, body.generation),
+        ):
+            if mine != theirs:
+                raise GateError(
+                    ErrorReason.FORBIDDEN, f"the token was made for {name} {mine!r}, the body says {theirs!r}"
+                )
+
+    def identify(self, body: Addressed) -> None:
+        """The call is meant for this pod and this engine process."""
+        self._own_pod(body.pod_uid)
+        enrolment, incarnation = self._store.enrolment, self._store.incarnation
+        if enrolment is None or incarnation is None:
+            raise GateError(ErrorReason.NOT_ENROLLED, "the start-up promise does not hold yet; see status")
+        if body.incarnation != incarnation:
+            raise GateError(
+                ErrorReason.IDENTITY_MISMATCH, f"incarnation is {incarnation}, the call is for {body.incarnation}"
+            )
+        if body.pipeline != enrolment.pipeline:
+            raise GateError(
+                ErrorReason.OTHER_PIPELINE,
+                f"this gate is enrolled with pipeline {enrolment.pipeline}",
+                held=self._store.fence,
+            )
+
+    def _own_pod(self, pod_uid: str) -> None:
+        if pod_uid != self._config.pod_uid:
+            raise GateError(
+                ErrorReason.IDENTITY_MISMATCH, f"this is pod {self._config.pod_uid}, the call is for {pod_uid}"
+            )
+
+    async def admit(self, body: Fenced) -> None:
+        """Check the fence, and store a higher one durably before anything acts under it."""
+        asked = Fence(body.pipeline, body.operation, body.generation)
+        await self._judge(asked)
+        if asked != self._store.fence:
+            self._store.fence = asked
+
+    async def _judge(self, asked: Fence) -> None:
+        held = self._store.fence
+        verdict = fencing.admit(held, asked, now_ms=now_ms(), closed=False)
+        if verdict is Admission.OTHER_PIPELINE and asked.generation > held.generation:
+            closed = await self._is_closed()
+            held = self._store.fence  # may have moved while the routers were read
+            verdict = fencing.admit(held, asked, now_ms=now_ms(), closed=closed)
+        if verdict is not Admission.ACCEPT:
+            reason, why = _REFUSALS[verdict]
+            raise GateError(
+                reason, f"generation {asked.generation} of operation {asked.operation!r} is refused: {why}", held=held
+            )
+
+    async def enroll(self, claims: Claims, body: EnrollRequest) -> None:
+        """Check and store an enrolment: not below what is held, and never raising a fence that is held."""
+        if (claims.pipeline, claims.generation) != (body.pipeline, body.generation):
+            raise GateError(
+                ErrorReason.FORBIDDEN,
+                f"the token was made for pipeline {claims.pipeline!r} at generation {claims.generation}",
+            )
+        self._own_pod(body.pod_uid)
+        try:
+            if body.public_keys:
+                PublicKeys(body.public_keys)
+        except TokenError as e:
+            raise GateError(ErrorReason.INVALID, f"publicKeys: {e}") from e
+        held = self._store.fence
+        # The operation is that of the fence, so that only pipeline and generation are judged.
+        await self._judge(Fence(body.pipeline, held.operation, body.generation))
+        before, held = self._store.enrolment, self._store.fence
+        if before is not None and before.pipeline == body.pipeline and body.generation < before.generation:
+            raise GateError(
+                ErrorReason.STALE_FENCE, f"enrolled already under generation {before.generation}", held=held
+            )
+        with self._store.transaction():
+            self._store.enrolment = body
+            if body.public_keys:
+                self._store.public_keys = dict(body.public_keys)
+            if not held.generation and body.generation:
+                self._store.fence = Fence(body.pipeline, "", body.generation)
+
+    def admit_push(self, claims: Claims, operation: str) -> None:
+        """A push neither raises the fence nor outlives it: its token must be of exactly the one that is held."""
+        if claims.operation != operation:
+            raise GateError(
+                ErrorReason.FORBIDDEN, f"the token was made for operation {claims.operation!r}, not {operation!r}"
+            )
+        held = self._store.fence
+        if (claims.pipeline, claims.operation, claims.generation) == (held.pipeline, held.operation, held.generation):
+            return
+        if claims.generation > held.generation:
+            raise GateError(ErrorReason.NOT_STAGED, "no Prepare was accepted under this token's generation", held=held)
+        if claims.generation == held.generation:
+            raise GateError(ErrorReason.OTHER_OPERATION, "this generation belongs to another operation", held=held)
+        raise GateError(ErrorReason.STALE_FENCE, "a higher generation is held", held=held)

@@ -1,0 +1,135 @@
+"""The gate as one object: its parts put together, its status, its start and its stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rlfleet import __version__
+from rlfleet.api.wire import (
+    PROTOCOL_VERSION,
+    DeviceReport,
+    EngineReport,
+    FenceRequest,
+    GateStatus,
+    Held,
+)
+from rlfleet.engine import View, make_adapter
+from rlfleet.gate.admission import AdmissionControl
+from rlfleet.gate.config import GateConfig
+from rlfleet.gate.context import GateContext
+from rlfleet.gate.links import EngineLink, Routers
+from rlfleet.gate.metrics import GateMetrics
+from rlfleet.gate.operations import Operations
+from rlfleet.gate.staging import StagingArea
+from rlfleet.gate.startup import StartupPromise
+from rlfleet.gate.store import Store
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a running operation gets to end when the gate is told to stop.
+STOP_SECONDS = 5.0
+
+
+class Gate:
+    """One gate. ``start`` recovers the durable state, ``stop`` leaves engine and routers as they are."""
+
+    def __init__(self, config: GateConfig, on_fatal: Callable[[BaseException], None]) -> None:
+        self.config = config
+        self.store = Store(config.state_dir)
+        adapter = make_adapter(
+            config.engine_type, config.engine_url, api_key=config.engine_api_key, admin_key=config.engine_admin_key
+        )
+        self.ctx = GateContext(
+            config=config,
+            store=self.store,
+            area=StagingArea(config.staging_dir, config.capacity_bytes),
+            engine=EngineLink(adapter, self.store),
+            routers=Routers(self.store),
+            metrics=GateMetrics(),
+        )
+        self.operations = Operations(self.ctx, on_fatal)
+        self.admission = AdmissionControl(config, self.store, self.is_closed)
+        self.startup = StartupPromise(self.store, self.ctx.routers, config.router_quiet_seconds)
+        self._on_fatal = on_fatal
+        self._promise: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Recover, and begin to keep the start-up promise."""
+        self.operations.recover()
+        await asyncio.to_thread(self.ctx.area.recover, self.store.staging)
+        self.ctx.metrics.fence.set(self.store.fence.generation)
+        self._promise = asyncio.create_task(self.startup.run())
+        self._promise.add_done_callback(self._promise_ended)
+
+    def _promise_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fatal(error)
+
+    async def stop(self) -> None:
+        """End what runs, close connections. Engine and routers are not touched: only an explicit order closes."""
+        if self._promise is not None:
+            self._promise.cancel()
+            await asyncio.gather(self._promise, return_exceptions=True)
+        await self.operations.stop(STOP_SECONDS)
+        await self.ctx.engine.close()
+        await self.ctx.routers.close()
+        self.store.close()
+
+    async def is_closed(self) -> bool:
+        """Paused, and read back from every router as not listed."""
+        (_, report), routed = await asyncio.gather(self._observe(), self.ctx.routers.routed())
+        return report.paused is True and all(listed is False for listed in routed.values())
+
+    async def observe_engine(self) -> View:
+        """The engine's own answers now, for the readiness probe."""
+        view, _ = await self._observe()
+        return view
+
+    async def _observe(self) -> tuple[View, EngineReport]:
+        return await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
+
+    async def fence(self, body: FenceRequest) -> GateStatus:
+        """Store the fence, then tell everything that a new owner must know."""
+        await self.admission.admit(body)
+        return await self.status()
+
+    async def status(self) -> GateStatus:
+        """Everything known of this engine process, read now."""
+        (_, report), routed = await asyncio.gather(self._observe(), self.ctx.routers.routed())
+        facts = await self.ctx.engine.facts()
+        store, enrolment, fence = self.store, self.store.enrolment, self.store.fence
+        staging, uncertain = self.ctx.area.staging, self.operations.uncertain
+        metrics = self.ctx.metrics
+        metrics.fence.set(fence.generation)
+        metrics.paused.set(-1 if report.paused is None else int(report.paused))
+        metrics.uncertain.set(int(uncertain))
+        return GateStatus(
+            protocol_version=PROTOCOL_VERSION,
+            gate_version=__version__,
+            capabilities=tuple(sorted(facts.capabilities)) if facts else (),
+            pod_uid=self.config.pod_uid,
+            incarnation=store.incarnation,
+            enrolled=enrolment is not None,
+            pipeline=enrolment.pipeline if enrolment else "",
+            pool=enrolment.pool if enrolment else self.config.pool,
+            engine_name=enrolment.engine if enrolment else self.config.engine_name,
+            fence=Held(pipeline=fence.pipeline, operation=fence.operation, generation=fence.generation),
+            engine=report,
+            holds=store.holds,
+            loads=tuple(store.loads()),
+            in_flight=self.operations.in_flight,
+            uncertain=uncertain,
+            staged=staging.report() if staging else None,
+            staging_capacity_bytes=self.ctx.area.usable_bytes,
+            routed=routed,
+            devices=self._devices(),
+            startup=self.startup.problem,
+            attempts=store.attempts(),
+        )
+
+    def _devices(self) -> DeviceReport:
+        if self.config.devices is None:
+            return DeviceReport(source="Unknown", node=self.config.node)
+        return DeviceReport(source="Declared", node=self.config.node, uuids=self.config.devices)

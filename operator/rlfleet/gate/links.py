@@ -1,0 +1,147 @@
+"""The gate's two neighbours, as it sees them now: its engine and the routers it was enrolled with.
+
+Invariants:
+- what is not known is None, never a guess; every question has a short deadline;
+- a label that differs from the proven weights takes the proof away for good: an engine that reads "default" has lost
+  its weights, whatever was proven before;
+- a router marked gone counts as done and is not asked; one that does not answer counts as open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
+from rlfleet.calls import CallError
+from rlfleet.engine import EngineAdapter, Facts, View
+from rlfleet.gate.store import Store
+from rlfleet.router import RouterAdapter, make_router, normal
+
+log = logging.getLogger(__name__)
+
+#: Seconds for the questions behind one status answer; operators wait 5 s for it.
+STATUS_SECONDS = 1.5
+ROUTER_SECONDS = 1.5
+
+
+class EngineLink:
+    """The engine process beside this gate."""
+
+    def __init__(self, adapter: EngineAdapter, store: Store) -> None:
+        self.adapter = adapter
+        self._store = store
+        self._facts: Facts | None = None
+        self._asking: asyncio.Task[Facts | None] | None = None
+        self._met = False
+
+    async def close(self) -> None:
+        """Close connections; touches nothing at the engine."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+        await self.adapter.close()
+
+    async def facts(self) -> Facts | None:
+        """Version, layout and capabilities; asked once, because they can not change while the process lives."""
+        if self._facts is None:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_facts())
+            self._facts = await asyncio.shield(self._asking)
+        return self._facts
+
+    async def _ask_facts(self) -> Facts | None:
+        try:
+            return await self.adapter.facts(STATUS_SECONDS)
+        except CallError as e:
+            log.debug("engine facts are not known yet: %s", e)
+            return None
+
+    async def observe(self, *, busy: bool) -> tuple[View, EngineReport]:
+        """The engine now. ``busy``: an operation runs that may change the label, so it is not compared."""
+        held = self._store.holds
+        view, facts = await asyncio.gather(self.adapter.view(STATUS_SECONDS), self.facts())
+        if not busy and held is not None and view.label is not None and view.label != str(held.version):
+            self._disprove(view.label, held.version)
+        if view.reachable and view.model is not None:
+            self._met = True
+        return view, EngineReport(
+            state=self._state(view),
+            type=self.adapter.type,
+            version=facts.version if facts else None,
+            paused=self.paused(view),
+            weight_label=view.label,
+            world_size=facts.world_size if facts else None,
+            layout=facts.layout if facts else None,
+            running=view.running,
+            waiting=view.waiting,
+            model=view.model or (facts.model if facts else None),
+        )
+
+    def _disprove(self, label: str, version: int) -> None:
+        now = self._store.holds
+        if now is not None and now.version == version:
+            log.error("the engine's label is %r although version %d was proven: the proof is void", label, version)
+            self._store.holds = None
+
+    def _state(self, view: View) -> EngineState:
+        if view.reachable:
+            return EngineState.READY if view.model is not None else EngineState.STARTING
+        return EngineState.UNREACHABLE if self._met else EngineState.STARTING
+
+    def paused(self, view: View) -> bool | None:
+        """False where the engine admits requests, True where a verified pause still shows, else None."""
+        if view.admitting is True:
+            return False
+        return True if view.admitting is False and self._store.paused else None
+
+
+class Routers:
+    """The routers of this engine's pool, as the latest enrolment names them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._adapters: dict[tuple[str, str], RouterAdapter] = {}
+
+    async def close(self) -> None:
+        """Close connections; touches no entry."""
+        for adapter in self._adapters.values():
+            await adapter.close()
+        self._adapters.clear()
+
+    @property
+    def own_url(self) -> str:
+        """The URL under which routers know this engine."""
+        enrolment = self._store.enrolment
+        return normal(enrolment.engine_url) if enrolment is not None else ""
+
+    def endpoints(self) -> list[RouterEndpoint]:
+        """Routers that are not gone."""
+        enrolment = self._store.enrolment
+        return [r for r in enrolment.routers if not r.gone] if enrolment is not None else []
+
+    def adapter(self, router: RouterEndpoint) -> RouterAdapter:
+        """The adapter for one router, with its connections kept open."""
+        key = (router.type.value, router.url)
+        if key not in self._adapters:
+            self._adapters[key] = make_router(router.type.value, router.url)
+        return self._adapters[key]
+
+    async def routed(self) -> dict[str, bool | None]:
+        """Router name -> whether it lists our URL; None: it does not answer."""
+        endpoints = self.endpoints()
+        answers = await asyncio.gather(*(self._lists(r) for r in endpoints))
+        return {r.name: answer for r, answer in zip(endpoints, answers, strict=True)}
+
+    async def _lists(self, router: RouterEndpoint) -> bool | None:
+        try:
+            return await self.adapter(router).lists(self.own_url, ROUTER_SECONDS)
+        except CallError as e:
+            log.debug("router %s: %s", router.name, e)
+            return None
+
+
+def now_ms() -> int:
+    """Wall clock in milliseconds since the epoch."""
+    return int(time.time() * 1000)

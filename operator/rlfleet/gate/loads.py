@@ -1,0 +1,241 @@
+"""Loading weights into the engine, and verifying what it then holds.
+
+Invariants:
+- a load record is durable, and the proof of earlier weights withdrawn, before the first call that can touch a weight.
+  Joining the broadcast group comes before that: a rendezvous that fails leaves the engine provably untouched;
+- serialized bytes were hashed by this gate before the load is allowed;
+- an unchanged checksum is judged only against weights that were proven before; for a fresh engine it says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from rlfleet.api.wire import (
+    ErrorReason,
+    LoadOrder,
+    LoadRecord,
+    OperationRequest,
+    OperationState,
+    Transport,
+    VerifyOrder,
+)
+from rlfleet.calls import CallError, NoAnswer, NotSent
+from rlfleet.engine import Bucket, Checksum
+from rlfleet.gate.actions import ENGINE_SECONDS, Result, engine_failure, is_paused
+from rlfleet.gate.context import GateContext
+from rlfleet.gate.errors import EffectUnknown, GateError
+from rlfleet.gate.staging import Staging
+
+log = logging.getLogger(__name__)
+
+#: Seconds during which a flush is tried again while the engine refuses it.
+FLUSH_SECONDS = 20.0
+
+
+def _staged(ctx: GateContext, request: OperationRequest, order: LoadOrder) -> Staging:
+    """The staged bytes that this order names; NotStaged when they are others, or not all here."""
+    staging = ctx.area.staging
+    if staging is None:
+        raise GateError(ErrorReason.NOT_STAGED, "nothing is staged; Prepare and push first")
+    wanted = (request.operation, order.transport, order.version, order.manifest_digest)
+    if (staging.operation, staging.transport, staging.version, staging.manifest_digest) != wanted:
+        raise GateError(
+            ErrorReason.NOT_STAGED,
+            f"staged is {staging.transport} version {staging.version} ({staging.manifest_digest}) of operation "
+            f"{staging.operation}, not what the order names",
+        )
+    if not staging.is_complete:
+        what = "no manifest" if staging.manifest is None else f"{staging.received_bytes} of {staging.total_bytes} bytes"
+        raise GateError(ErrorReason.NOT_STAGED, f"not all is here yet: {what}")
+    return staging
+
+
+async def check_load(ctx: GateContext, request: OperationRequest) -> None:
+    """Refuse a load without its bytes, without its group, or into an engine that is not proven paused."""
+    order = request.order
+    assert isinstance(order, LoadOrder)
+    if order.transport is Transport.BROADCAST and (order.group is None or order.rank_offset is None):
+        raise GateError(ErrorReason.INVALID, "transport Broadcast needs group and rankOffset")
+    _staged(ctx, request, order)
+    if await is_paused(ctx) is not True:
+        raise GateError(ErrorReason.NOT_PROVEN, "the engine is not proven paused; Pause comes before Load")
+
+
+async def load(ctx: GateContext, request: OperationRequest) -> Result:
+    """Load; the result tells the checksum before, the duration and the bytes."""
+    order = request.order
+    assert isinstance(order, LoadOrder)
+    staging = _staged(ctx, request, order)
+    try:
+        before = await ctx.engine.adapter.checksum(ENGINE_SECONDS)
+    except CallError as e:
+        # Nothing was asked of the weights yet: this is a failed load that left no trace.
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, f"checksum before the load: {e}") from e
+    log.info("checksum before the load", extra={"checksum": before.digest if before else None})
+    started = time.monotonic()
+    run = _broadcast if order.transport is Transport.BROADCAST else _directory
+    await run(ctx, request, order, staging, before)
+    return {
+        "checksumBefore": before.digest if before else None,
+        "loadMs": round((time.monotonic() - started) * 1000),
+        "bytes": staging.total_bytes,
+    }
+
+
+class _Begun:
+    """The durable record around the calls that touch weights."""
+
+    def __init__(self, ctx: GateContext, request: OperationRequest, order: LoadOrder, before: Checksum | None) -> None:
+        self._ctx = ctx
+        self._id = request.id
+        self._record = LoadRecord(
+            operation=request.operation,
+            version=order.version,
+            manifest_digest=order.manifest_digest,
+            state=OperationState.RUNNING,
+        )
+        previous = ctx.store.holds
+        with ctx.store.transaction():
+            ctx.store.put_load(self._id, self._record)
+            ctx.store.load_context = {
+                "load": self._id,
+                "checksumBefore": before.digest if before else None,
+                "provenBefore": previous.manifest_digest if previous else None,
+            }
+            ctx.store.holds = None
+
+    def end(self, state: OperationState) -> None:
+        """Record how the load ended."""
+        self._ctx.store.put_load(self._id, self._record.model_copy(update={"state": state}))
+
+    async def guard(self, what: str, call: Awaitable[None]) -> None:
+        """Make one call; a failure ends the record as Failed, or Unknown where no answer came."""
+        try:
+            await call
+        except CallError as e:
+            self.end(OperationState.UNKNOWN if isinstance(e, NoAnswer) else OperationState.FAILED)
+            raise engine_failure(what, e) from e
+
+
+async def _directory(
+    ctx: GateContext, request: OperationRequest, order: LoadOrder, staging: Staging, before: Checksum | None
+) -> None:
+    begun = _Begun(ctx, request, order, before)
+    path = str(ctx.area.directory)
+    await begun.guard("load", ctx.engine.adapter.load_directory(path, seconds=order.transport_seconds))
+    begun.end(OperationState.SUCCEEDED)
+
+
+async def _broadcast(
+    ctx: GateContext, request: OperationRequest, order: LoadOrder, staging: Staging, before: Checksum | None
+) -> None:
+    group, rank, engine = order.group, order.rank_offset, ctx.engine.adapter
+    assert group is not None
+    assert rank is not None
+    try:
+        await engine.join_group(
+            address=group.master_address,
+            port=group.master_port,
+            group=group.group_name,
+            rank=rank,
+            world_size=group.world_size,
+            backend=group.backend,
+            seconds=order.rendezvous_seconds,
+        )
+    except NoAnswer as e:
+        # The engine's scheduler still waits for the others, and will not hear of anything else until it gives up.
+        raise EffectUnknown(ErrorReason.RENDEZVOUS_TIMEOUT, f"joining the group: {e}") from e
+    except NotSent as e:
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, f"joining the group: {e}") from e
+    except CallError as e:
+        raise GateError(ErrorReason.TRANSPORT_FAILED, f"joining the group: {e}") from e
+    begun = _Begun(ctx, request, order, before)
+    deadline = time.monotonic() + order.transport_seconds
+    try:
+        await begun.guard("opening the update session", engine.begin_update(ENGINE_SECONDS))
+        for tensors in staging.buckets:
+            bucket = Bucket(
+                names=[t.name for t in tensors], dtypes=[t.dtype for t in tensors], shapes=[t.shape for t in tensors]
+            )
+            left = max(deadline - time.monotonic(), 0.001)
+            await begun.guard("receiving weights", engine.receive(bucket, group=group.group_name, seconds=left))
+        await begun.guard("closing the update session", engine.end_update(order.teardown_seconds))
+        await begun.guard("leaving the group", engine.leave_group(group.group_name, order.teardown_seconds))
+    except EffectUnknown as e:
+        raise EffectUnknown(ErrorReason.TRANSPORT_FAILED, e.message) from e
+    except GateError as e:
+        # The engine said no, so it listens: leave it without an open session or group for the next load.
+        await _tidy("end_update", lambda: engine.end_update(order.teardown_seconds))
+        await _tidy("leave_group", lambda: engine.leave_group(group.group_name, order.teardown_seconds))
+        raise GateError(ErrorReason.TRANSPORT_FAILED, e.message) from e
+    begun.end(OperationState.SUCCEEDED)
+
+
+async def _tidy(what: str, call: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await call()
+    except CallError as e:
+        log.warning("%s after a failed transfer: %s", what, e)
+
+
+def _loaded(ctx: GateContext, order: VerifyOrder) -> tuple[str, LoadRecord]:
+    """The latest load, if it ended well and is the one to verify."""
+    latest = ctx.store.latest_load()
+    if latest is None:
+        raise GateError(ErrorReason.NOT_PROVEN, "nothing was loaded at this engine process")
+    op_id, record = latest
+    if (record.version, record.manifest_digest) != (order.version, order.manifest_digest):
+        raise GateError(
+            ErrorReason.NOT_PROVEN, f"the latest load is version {record.version} ({record.manifest_digest})"
+        )
+    if record.state is not OperationState.SUCCEEDED:
+        raise GateError(ErrorReason.NOT_PROVEN, f"the load of version {record.version} is {record.state}")
+    return op_id, record
+
+
+async def check_verify(ctx: GateContext, request: OperationRequest) -> None:
+    """Only a load that ended well can be verified."""
+    assert isinstance(request.order, VerifyOrder)
+    _loaded(ctx, request.order)
+
+
+async def verify(ctx: GateContext, request: OperationRequest) -> Result:
+    """Flush caches, read the checksum, compare it with the one before and with the expected one."""
+    order = request.order
+    assert isinstance(order, VerifyOrder)
+    op_id, record = _loaded(ctx, order)
+    try:
+        await ctx.engine.adapter.flush(FLUSH_SECONDS)
+        after = await ctx.engine.adapter.checksum(ENGINE_SECONDS)
+    except CallError as e:
+        raise engine_failure("verify", e) from e
+    usable = after is not None and after.meaningful
+    digest = after.digest if after is not None and after.meaningful else None
+    changed = _changed(ctx, op_id, digest, order.manifest_digest)
+    if changed is False:
+        raise GateError(
+            ErrorReason.CHECKSUM_UNCHANGED,
+            "the engine's checksum is what it was before the load, although other weights were proven then: "
+            "it answered success and loaded nothing",
+        )
+    if order.expected_engine_digest is not None and digest != order.expected_engine_digest:
+        raise GateError(
+            ErrorReason.DIGEST_MISMATCH, f"the engine's checksum is {digest}, expected {order.expected_engine_digest}"
+        )
+    ctx.store.put_load(op_id, record.model_copy(update={"verified": True, "engine_digest": digest}))
+    return {"engineDigest": digest, "changed": changed, "meaningful": usable, "delivered": True}
+
+
+def _changed(ctx: GateContext, op_id: str, digest: str | None, manifest_digest: str) -> bool | None:
+    """True: moved. False: did not move though it had to. None: not moving, or not knowing, says nothing."""
+    context = ctx.store.load_context or {}
+    before = context.get("checksumBefore") if context.get("load") == op_id else None
+    if before is None or digest is None:
+        return None
+    if before != digest:
+        return True
+    proven = context.get("provenBefore")
+    return None if proven is None or proven == manifest_digest else False

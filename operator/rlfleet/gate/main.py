@@ -1,0 +1,91 @@
+"""Entry of the gate: ``rlfleet gate`` and ``python -m rlfleet.gate``. All configuration comes from the environment.
+
+Invariant: SIGTERM ends the gate without touching the engine or a router. Whether an engine may serve is the
+operator's decision, and a gate that is only being restarted must find everything as it left it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from aiohttp import web
+
+from rlfleet.gate.app import Gate
+from rlfleet.gate.config import ConfigError, GateConfig, load_config
+from rlfleet.gate.logs import set_up_logging
+from rlfleet.gate.server import GateServer
+from rlfleet.gate.store import StoreError
+
+log = logging.getLogger(__name__)
+
+#: Seconds for open calls (long polls, receives) to end when the gate stops.
+SHUTDOWN_SECONDS = 2.0
+READ_BUFFER = 2**20
+
+
+async def serve(config: GateConfig) -> int:
+    """Serve until SIGTERM or SIGINT; 0 then, 1 when the durable state failed."""
+    stop = asyncio.Event()
+    failures: list[BaseException] = []
+
+    def on_fatal(error: BaseException) -> None:
+        log.critical("the gate can not go on: %s: %s", type(error).__name__, error)
+        failures.append(error)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gate = Gate(config, on_fatal)
+    await gate.start()
+    runner = web.AppRunner(
+        GateServer(gate, on_fatal).application(),
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        read_bufsize=READ_BUFFER,
+    )
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, config.pod_ip, config.port).start()
+        log.info("gate listens", extra={"address": f"{config.pod_ip}:{config.port}"})
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        await gate.stop()
+    return 1 if failures else 0
+
+
+def run(env: Mapping[str, str]) -> int:
+    """Run a gate configured by ``env``; returns the exit code."""
+    try:
+        config = load_config(env)
+    except ConfigError as e:
+        print(f"rlfleet gate: {e}", file=sys.stderr)
+        return 2
+    set_up_logging(
+        env.get("RLFLEET_LOG_LEVEL", "INFO").upper(),
+        {"pod": config.pod_name, "engine": config.engine_name, "podUID": config.pod_uid},
+    )
+    try:
+        return asyncio.run(serve(config))
+    except StoreError as e:
+        log.critical("%s", e)
+        return 1
+    except OSError as e:
+        log.critical("can not listen on %s:%d: %s", config.pod_ip, config.port, e)
+        return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments (there are none but --help) and run."""
+    parser = argparse.ArgumentParser(
+        prog="rlfleet gate", description="The sidecar that drives one engine. Configured by RLFLEET_* variables only."
+    )
+    parser.parse_args(argv)
+    return run(os.environ)

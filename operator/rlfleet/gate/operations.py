@@ -1,0 +1,214 @@
+"""The operation log: one mutating operation at a time, each exactly once under its id.
+
+Invariants:
+- the start of an operation is durable before its first effect; its end is durable before anybody is told;
+- asking again with the same id returns the same record, whatever generation asks and whoever disconnected meanwhile;
+  the same id with another order is refused;
+- an operation without a recorded end, or whose engine call got no answer, is Unknown, and until that is settled only
+  Pause and Close are accepted: they can make nothing worse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from rlfleet.api.fencing import Fence
+from rlfleet.api.wire import ErrorBody, ErrorReason, OperationRecord, OperationRequest, OperationState
+from rlfleet.gate import actions, loads
+from rlfleet.gate.actions import Action, no_check
+from rlfleet.gate.context import GateContext
+from rlfleet.gate.errors import EffectUnknown, GateError
+from rlfleet.gate.links import now_ms
+
+log = logging.getLogger(__name__)
+
+ACTIONS: dict[str, Action] = {
+    "Pause": Action(no_check, actions.pause),
+    "Resume": Action(actions.check_resume, actions.resume),
+    "Prepare": Action(no_check, actions.prepare),
+    "Load": Action(loads.check_load, loads.load),
+    "Verify": Action(loads.check_verify, loads.verify),
+    "Publish": Action(actions.check_publish, actions.publish),
+    "Open": Action(actions.check_open, actions.open_routes),
+    "Close": Action(no_check, actions.close_routes),
+    "Discard": Action(no_check, actions.discard),
+}
+#: Accepted while an earlier operation's effect is unknown.
+SAFE_KINDS = frozenset({"Pause", "Close"})
+#: Touch nothing but this gate's own files, which a restart puts in order.
+LOCAL_KINDS = frozenset({"Prepare", "Discard"})
+
+
+class Operations:
+    """Runs operations and answers for them. ``on_fatal`` is called when the store fails: the gate must end."""
+
+    def __init__(self, ctx: GateContext, on_fatal: Callable[[BaseException], None]) -> None:
+        self._ctx = ctx
+        self._on_fatal = on_fatal
+        self._current: OperationRecord | None = None
+        self._starting = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Condition()
+
+    @property
+    def in_flight(self) -> str | None:
+        """Id of the running operation."""
+        return None if self._current is None else self._current.id
+
+    @property
+    def uncertain(self) -> bool:
+        """An operation's effect is unknown and not settled."""
+        return bool(self._ctx.store.unsettled())
+
+    def recover(self) -> None:
+        """After a restart: what has no recorded end is Unknown; what touched only our own files has failed."""
+        store = self._ctx.store
+        with store.transaction():
+            for record in store.running():
+                local = record.kind in LOCAL_KINDS
+                state = OperationState.FAILED if local else OperationState.UNKNOWN
+                reason = ErrorReason.INTERNAL if local else ErrorReason.UNCERTAIN
+                error = ErrorBody(reason=reason, message="the gate restarted while this operation ran")
+                log.warning("operation %s (%s) has no recorded end: %s", record.id, record.kind, state)
+                update = {"state": state, "error": error, "ended_ms": now_ms()}
+                store.update_operation(record.model_copy(update=update), settled=local)
+            for op_id, load in store.running_loads():
+                store.put_load(op_id, load.model_copy(update={"state": OperationState.UNKNOWN}))
+
+    async def start(self, request: OperationRequest) -> tuple[OperationRecord, bool]:
+        """Start an operation or find the one with this id; True: it was started now. Fence and identity are checked."""
+        kind = request.order.kind
+        action = ACTIONS[kind]
+        text = _canonical(request)
+        async with self._starting:  # checks may ask the engine; two starts must not both pass them
+            known = self._ctx.store.operation(request.id)
+            if known is not None:
+                record, known_text = known
+                if known_text != text:
+                    raise GateError(
+                        ErrorReason.OPERATION_CONFLICT,
+                        f"operation {request.id} is known with another order ({record.kind})",
+                    )
+                return record, False
+            self._refuse_if_uncertain(kind)
+            self._refuse_if_busy()
+            await action.check(self._ctx, request)
+            self._refuse_if_fenced_off(request)
+            record = OperationRecord(
+                id=request.id,
+                kind=kind,
+                operation=request.operation,
+                generation=request.generation,
+                attempt=request.attempt,
+                state=OperationState.RUNNING,
+                started_ms=now_ms(),
+            )
+            self._ctx.store.add_operation(record, text, f"{request.operation}/{kind}")
+            self._current = record
+            self._task = asyncio.create_task(self._run(action, request, record))
+            return record, True
+
+    def _refuse_if_uncertain(self, kind: str) -> None:
+        if kind in SAFE_KINDS:
+            return
+        unsettled = self._ctx.store.unsettled()
+        if unsettled:
+            names = ", ".join(f"{r.kind} {r.id}" for r in unsettled[-4:])
+            raise GateError(
+                ErrorReason.UNCERTAIN,
+                f"without a known end: {names}; Pause settles this if the engine proves to be idle (Close for routing)",
+            )
+
+    def _refuse_if_fenced_off(self, request: OperationRequest) -> None:
+        """A higher fence may have been stored while this start waited for its turn or for the engine."""
+        held = self._ctx.store.fence
+        if held != Fence(request.pipeline, request.operation, request.generation):
+            raise GateError(ErrorReason.STALE_FENCE, "a higher generation was stored meanwhile", held=held)
+
+    def _refuse_if_busy(self) -> None:
+        if self._current is not None:
+            raise GateError(ErrorReason.BUSY, f"operation {self._current.id} ({self._current.kind}) runs")
+
+    async def find(self, op_id: str, wait_seconds: float) -> OperationRecord:
+        """The record of an operation, waiting for its end at most ``wait_seconds``."""
+        if self._current is not None and self._current.id == op_id and wait_seconds > 0:
+            try:
+                async with asyncio.timeout(wait_seconds), self._ended:
+                    await self._ended.wait_for(lambda: self._current is None or self._current.id != op_id)
+            except TimeoutError:
+                log.debug("operation %s still runs", op_id)
+        known = self._ctx.store.operation(op_id)
+        if known is None:
+            raise GateError(ErrorReason.NOT_FOUND, f"no operation {op_id} is known here")
+        return known[0]
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Let a running operation end within the grace; one that does not is left without a recorded end."""
+        if self._task is None:
+            return
+        await asyncio.wait({self._task}, timeout=grace_seconds)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, action: Action, request: OperationRequest, record: OperationRecord) -> None:
+        log.info("operation started", extra=_fields(record))
+        settled = True
+        update: dict[str, Any]
+        try:
+            result = await action.run(self._ctx, request)
+            update = {"state": OperationState.SUCCEEDED, "result": result}
+        except EffectUnknown as e:
+            settled = False
+            update = {"state": OperationState.UNKNOWN, "error": e.body()}
+        except GateError as e:
+            update = {"state": OperationState.FAILED, "error": e.body()}
+        except (sqlite3.Error, OSError) as e:
+            # Without the disk no end can be recorded: the next gate finds this one without an end.
+            self._on_fatal(e)
+            return
+        except Exception as e:  # a defect of ours: what it left behind is not known
+            log.exception("operation failed in an unforeseen way", extra=_fields(record))
+            settled = False
+            error = ErrorBody(reason=ErrorReason.INTERNAL, message=f"{type(e).__name__}: {e}"[:2000])
+            update = {"state": OperationState.UNKNOWN, "error": error}
+        ended = record.model_copy(update=update | {"ended_ms": now_ms()})
+        try:
+            self._ctx.store.update_operation(ended, settled=settled)
+        except sqlite3.Error as e:
+            self._on_fatal(e)
+            return
+        log.info("operation ended", extra=_fields(ended))
+        self._observe(ended)
+        async with self._ended:
+            self._current = None
+            self._ended.notify_all()
+
+    def _observe(self, record: OperationRecord) -> None:
+        metrics = self._ctx.metrics
+        metrics.operations.labels(record.kind, record.state.value).inc()
+        metrics.seconds.labels(record.kind).observe(max(0, (record.ended_ms or 0) - record.started_ms) / 1000)
+
+
+def _canonical(request: OperationRequest) -> str:
+    """What must be equal when the same id is asked again; the generation may have risen."""
+    body = {"operation": request.operation, "attempt": request.attempt, "order": request.order.wire()}
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+def _fields(record: OperationRecord) -> dict[str, Any]:
+    return {
+        "operationId": record.id,
+        "kind": record.kind,
+        "operation": record.operation,
+        "generation": record.generation,
+        "attempt": record.attempt,
+        "state": record.state.value,
+        "error": record.error.wire() if record.error else None,
+        "ms": record.ended_ms - record.started_ms if record.ended_ms else None,
+    }

@@ -1,0 +1,164 @@
+"""Receiving one bucket: bytes go straight from the socket into a file while every tensor is hashed.
+
+Invariants:
+- memory use does not depend on the bucket's size;
+- a bucket counts only when it had exactly the announced length and every tensor had the manifest's hash; otherwise its
+  file is deleted and the reason names the tensor;
+- a newer attempt at the same bucket ends the older one, so a half-dead connection can not block a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+from aiohttp import StreamReader, web
+
+from rlfleet.api.manifest import TensorEntry, safetensors_header
+from rlfleet.api.wire import ErrorReason
+from rlfleet.gate.errors import GateError
+from rlfleet.gate.staging import Staging, StagingArea
+
+#: Seconds without a byte after which a receive ends; the sender's own deadline is shorter or longer as it likes.
+IDLE_SECONDS = 60.0
+
+
+class TensorHasher:
+    """Hashes a bucket's data region tensor by tensor as it streams by."""
+
+    def __init__(self, tensors: tuple[TensorEntry, ...]) -> None:
+        self._tensors: Iterator[TensorEntry] = iter(tensors)
+        self._hash = xxhash.xxh3_128()
+        self._entry: TensorEntry | None = None
+        self._left = 0
+        self._next()
+
+    def update(self, chunk: bytes) -> None:
+        """Hash the next bytes; GateError at the first tensor whose hash is not the manifest's."""
+        view = memoryview(chunk)
+        while view and self._left:
+            taken = view[: self._left]
+            self._hash.update(taken)
+            self._left -= len(taken)
+            view = view[len(taken) :]
+            if not self._left:
+                self._check()
+                self._next()
+
+    def _next(self) -> None:
+        for entry in self._tensors:
+            self._entry = entry
+            self._left = entry.nbytes
+            self._hash.reset()
+            if self._left:
+                return
+            self._check()
+        self._entry = None
+
+    def _check(self) -> None:
+        entry = self._entry
+        if entry is not None and self._hash.hexdigest() != entry.hash:
+            raise GateError(
+                ErrorReason.HASH_MISMATCH,
+                f"tensor {entry.name!r} arrived with hash {self._hash.hexdigest()}, the manifest says {entry.hash}",
+            )
+
+
+async def receive_bucket(area: StagingArea, staging: Staging, index: int, request: web.Request) -> None:
+    """Receive bucket ``index`` of ``staging`` from a request's body; GateError says what was wrong with it."""
+    manifest = staging.manifest
+    if manifest is None:
+        raise GateError(ErrorReason.NOT_STAGED, "no manifest was received yet; PUT it before the buckets")
+    if not 0 <= index < len(manifest.bucket_bytes):
+        raise GateError(ErrorReason.NOT_FOUND, f"bucket {index} does not exist: there are {len(manifest.bucket_bytes)}")
+    expected = manifest.bucket_bytes[index]
+    if request.content_length is not None and request.content_length != expected:
+        reason = ErrorReason.TOO_LARGE if request.content_length > expected else ErrorReason.INVALID
+        raise GateError(reason, f"bucket {index} has {expected} bytes, the body has {request.content_length}")
+    older = staging.receivers.get(index)
+    if older is not None:
+        older.cancel()
+        await asyncio.gather(older, return_exceptions=True)
+    task = asyncio.create_task(_receive(area, staging, index, request.content, expected))
+    staging.receivers[index] = task
+    try:
+        await asyncio.wait({task})
+    finally:
+        task.cancel()  # only has an effect when this handler itself was cancelled
+        if staging.receivers.get(index) is task:
+            del staging.receivers[index]
+    if task.cancelled():
+        raise GateError(ErrorReason.NOT_STAGED, f"receiving bucket {index} was ended by a newer order")
+    task.result()
+
+
+async def _receive(area: StagingArea, staging: Staging, index: int, body: StreamReader, expected: int) -> None:
+    tensors = staging.buckets[index]
+    # A bucket that is complete is only compared: the engine may be loading its file.
+    path = None if index in staging.complete else area.incoming()
+    try:
+        with contextlib.ExitStack() as stack:
+            handle = None if path is None else _create(path, stack)
+            if handle is not None:
+                _write(handle, safetensors_header(tensors))
+            await _stream(body, TensorHasher(tensors), handle, index, expected)
+        if path is not None:
+            area.finish(staging, index, path)
+            staging.error = None
+    except GateError as e:
+        staging.error = e.body()
+        raise
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _create(path: Path, stack: contextlib.ExitStack) -> int:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    stack.callback(os.close, handle)
+    return handle
+
+
+async def _stream(body: StreamReader, hasher: TensorHasher, handle: int | None, index: int, expected: int) -> None:
+    received = 0
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                chunk = await body.readany()
+        except TimeoutError:
+            raise GateError(
+                ErrorReason.DEADLINE_EXCEEDED, f"bucket {index}: no byte for {IDLE_SECONDS:g} s after {received}"
+            ) from None
+        except (web.HTTPException, OSError, ConnectionError) as e:
+            raise GateError(
+                ErrorReason.INVALID, f"bucket {index}: the body broke off after {received} of {expected} bytes"
+            ) from e
+        if not chunk:
+            break
+        received += len(chunk)
+        if received > expected:
+            raise GateError(ErrorReason.TOO_LARGE, f"bucket {index} has {expected} bytes, the body goes on")
+        hasher.update(chunk)
+        if handle is not None:
+            _write(handle, chunk)
+    if received != expected:
+        raise GateError(ErrorReason.INVALID, f"bucket {index}: {received} of {expected} bytes arrived")
+
+
+def _write(handle: int, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    try:
+        while view:
+            view = view[os.write(handle, view) :]
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise GateError(
+                ErrorReason.STAGING_TOO_LARGE,
+                "the memory volume is full although the order's bytes should fit; raise spec.gate.stagingMiB",
+            ) from e
+        raise

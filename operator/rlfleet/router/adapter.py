@@ -1,0 +1,42 @@
+"""What the gate needs of a router: list, add and remove one URL, and know when an addition has ended.
+
+Invariants every adapter keeps:
+- URLs are compared in one normal form (``normal``): a router that does not normalise would otherwise hold the same
+  engine twice, and a look-up for one spelling would miss the other;
+- "accepted" is not "listed": ``add`` ends only when the router's own job has ended;
+- a router that does not answer raises; an empty list is only ever an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from urllib.parse import urlsplit
+
+
+class RouterAdapter(Protocol):
+    """One router. All durations are seconds; failures are rlfleet.calls.CallError."""
+
+    type: str
+
+    async def close(self) -> None:
+        """Close connections; touches nothing at the router."""
+
+    async def lists(self, url: str, seconds: float) -> bool:
+        """Whether the router knows this engine."""
+
+    async def add(self, url: str, *, seconds: float) -> None:
+        """Add the engine; returns when the router's job ended and the list shows it."""
+
+    async def remove(self, url: str, *, seconds: float) -> None:
+        """Remove every spelling of the engine's URL; returns when the list shows none. Absent counts as removed."""
+
+
+def normal(url: str) -> str:
+    """Scheme and host in lower case, explicit port, no trailing slash, no credentials, query or fragment."""
+    parts = urlsplit(url.strip())
+    scheme = parts.scheme.lower()
+    host = (parts.hostname or "").lower()
+    if ":" in host:
+        host = f"[{host}]"
+    port = parts.port or (443 if scheme == "https" else 80)
+    return f"{scheme}://{host}:{port}{parts.path.rstrip('/')}"
