@@ -308,7 +308,7 @@ def test_what_may_change_can_change(kind: str, patch: dict[str, Any], example: E
 LEASE = {"holder": "a", "generation": 100}
 #: kind, status that is stored, change of it, answer
 STATUS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    (RLP, {"fence": 100}, {"fence": 99}, "status.fence: Invalid value: 99: fence never decreases"),
+    (RLP, {"fence": 100}, {"fence": 99}, 'status.fence: Invalid value: "integer": fence never decreases'),
     (SR, {"lease": LEASE}, {"lease": {"generation": 99}}, "lease.generation never decreases"),
     (SR, {"committed": True}, {"committed": False}, "committed cannot be taken back"),
     *(
@@ -316,7 +316,7 @@ STATUS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             SR,
             {"phase": end},
             {"phase": "Holding"},
-            "the round has ended: its phase",
+            "the round has ended: its phase cannot change",
         )
         for end in ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
     ),
