@@ -112,7 +112,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
         health_generates=not arguments.no_health_generation,
     )
     scheduler.start()
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1, keepalive_timeout=3600
+    )
     await runner.setup()
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):

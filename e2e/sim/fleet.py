@@ -1,0 +1,79 @@
+"""The trainer's side of the fleet: the weight sender and the sync client, behind the one call that the loop needs.
+
+Invariant: a version counts as synced only when the client's round says so for exactly the bytes just published
+(sender incarnation and manifest digest go with the request).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rlfleet.client import Client, SyncFailed, SyncRefused, SyncTimeout
+from rlfleet.sender import WeightSender
+
+from .trainer import SyncError
+
+
+class Fleet:
+    """Context manager that serves weights on ``host``:``port`` and syncs them as the named RLPipeline.
+
+    ``base_timeout`` and ``timeout``: seconds the first sync (engines are still starting) and each later one may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        pipeline: str,
+        host: str,
+        port: int,
+        pod_uid: str,
+        kubeconfig: str | None,
+        bucket_bytes: int | None,
+        base_timeout: float,
+        timeout: float,
+    ) -> None:
+        self._client = Client(namespace, pipeline, kubeconfig=kubeconfig)
+        sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        self._sender = WeightSender(
+            host, port=port, pod_uid=pod_uid, public_keys=self._client.public_keys(), backends=("gloo",), **sizes
+        )
+        self._base_timeout = base_timeout
+        self._timeout = timeout
+
+    def __enter__(self) -> Fleet:
+        self._sender.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sender.close()
+
+    def publish(self, version: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Publish ``state`` and sync it into every engine. SyncError carries the round's own failure."""
+        timeout = self._base_timeout if version < 0 else self._timeout
+        began = time.monotonic()
+        manifest = self._sender.publish(version, state, timeout=timeout)
+        published = time.monotonic()
+        try:
+            result = self._client.sync(
+                version,
+                sender_incarnation=self._sender.incarnation,
+                manifest_digest=manifest.digest,
+                timeout=timeout,
+            )
+        except (SyncFailed, SyncRefused, SyncTimeout) as error:
+            raise SyncError(f"version {version}: {type(error).__name__}: {error}") from error
+        return {
+            "round": result.round,
+            "manifestDigest": manifest.digest,
+            "publishMs": round((published - began) * 1000),
+            "timings": result.timings,
+            "transports": result.transports,
+            "bytes": result.bytes,
+        }
