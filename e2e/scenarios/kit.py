@@ -1,0 +1,376 @@
+"""What round scenarios need: an operator process, a pipeline with engines and a trainer, and eyes.
+
+Everything is real: the operator runs as its own process under its own service account, engines, gates and trainer are
+pods of the hollow nodes. Waiting is always for a condition, with a deadline that only ends a broken test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.publisher import CONTROL_PORT
+from rlfleet.api.naming import round_name
+
+ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
+TERMINAL = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
+
+
+def wait_until(look: Callable[[], T | None], what: str, seconds: float = 90.0, *, every: float = 0.1) -> T:
+    """Call ``look`` until it gives something true; AssertionError with ``what`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(every)
+
+
+def http(method: str, url: str, body: Any = None, *, timeout: float = 10.0) -> tuple[int, Any]:
+    """One JSON request; (status, parsed body)."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            raw = answer.read()
+            return answer.status, json.loads(raw) if raw[:1] in (b"{", b"[") else raw.decode()
+    except urllib.error.HTTPError as e:
+        raw = e.read()
+        return e.code, json.loads(raw) if raw[:1] in (b"{", b"[") else raw.decode()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Operator:
+    """One operator process."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path, **env: str) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.env = env
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = folder / "operator.log"
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}",
+            "KUBECONFIG": str(self.cluster.operator_kubeconfig),
+            "RLFLEET_HEALTH_PORT": str(self.port),
+            "RLFLEET_POLL_SECONDS": "1",
+            **self.env,
+        }
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlfleet.app.cli", "operator"],
+                env=env,
+                stdout=out,
+                stderr=out,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 60)
+
+    def ready(self) -> bool:
+        """Its /readyz answers 200."""
+        assert self.process is not None
+        assert self.process.poll() is None, f"the operator ended ({self.process.returncode}):\n{self.tail()}"
+        with contextlib.suppress(OSError):
+            return http("GET", f"http://127.0.0.1:{self.port}/readyz", timeout=2)[0] == 200
+        return False
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of its log."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """SIGKILL, as when its node dies."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+
+class Fleet:
+    """One pipeline ``p`` with a pool ``e`` and a trainer pod ``trainer`` in one namespace."""
+
+    def __init__(self, cluster: LocalCluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self.incarnation = ""
+
+    # ------------------------------------------------------------------------------------------ making
+
+    def pipeline(self, **spec: Any) -> None:
+        """Create or change the pipeline; deadlines are short unless the test says otherwise."""
+        base: dict[str, Any] = {
+            "weights": {"sender": {"podSelector": {"matchLabels": {"app": "trainer"}}}},
+            "transport": {"mode": "CPUSerialize", "backend": "gloo"},
+            "sync": {"deadlines": {"pendingSeconds": 20, "stagingSeconds": 20, "pausedSeconds": 20}},
+        }
+        self.apply("RLPipeline", "p", {**base, **spec})
+
+    def pool(
+        self, replicas: int, *, backend: str = "numpy", name: str = "e", engine_args: tuple[str, ...] = (), **spec: Any
+    ) -> None:
+        """Create or change a pool of reference engines."""
+        template = {
+            "spec": {
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {
+                        "name": "engine",
+                        "image": "rlfleet/reference-engine",
+                        "command": [
+                            "python", "-m", "e2e.sim.engine", "--host", "$(RLFLEET_POD_IP)", "--port", "30000",
+                            "--backend", backend, "--no-health-generation", *engine_args,
+                        ],
+                    }
+                ],
+            }
+        }  # fmt: skip
+        base: dict[str, Any] = {
+            "pipeline": "p",
+            "replicas": replicas,
+            "engine": {"type": "SGLang", "gpusPerEngine": 1},
+            "source": {"template": template},
+            "gate": {"image": "rlfleet/gate", "stagingMiB": 1024},
+        }
+        self.apply("EnginePool", name, {**base, **spec})
+
+    def trainer(self, **env: str) -> None:
+        """Create the trainer pod (with the rights that the SDK needs) and wait until its sender can be ordered."""
+        self.cluster.apply(*trainer_objects(self.namespace, env))
+        self.wait_trainer()
+
+    def wait_trainer(self) -> None:
+        """Wait until the trainer's control port answers."""
+        wait_until(self._trainer_answers, "the trainer to answer", 60)
+
+    def _trainer_answers(self) -> bool:
+        with contextlib.suppress(OSError, KeyError):
+            return http("POST", self.trainer_url(), {"version": -1, "change": "empty"}, timeout=3)[0] == 409
+        return False
+
+    def trainer_url(self) -> str:
+        """Where publishes are ordered."""
+        return f"http://{self.pod('trainer')['status']['podIP']}:{CONTROL_PORT}/publish"
+
+    def apply(self, kind: str, name: str, spec: dict[str, Any]) -> None:
+        """Apply one object of ours."""
+        self.cluster.apply(
+            {
+                "apiVersion": "rlfleet.dev/v1alpha1",
+                "kind": kind,
+                "metadata": {"name": name, "namespace": self.namespace},
+                "spec": spec,
+            }
+        )
+
+    def publish(self, version: int, seed: int | None = None, **order: Any) -> str:
+        """Publish weights at the sender; their digest."""
+        code, answer = http(
+            "POST",
+            self.trainer_url(),
+            {"version": version, "seed": version if seed is None else seed, **order},
+            timeout=60,
+        )
+        assert code == 200, answer
+        self.incarnation = answer["incarnation"]
+        return str(answer["digest"])
+
+    def order(self, version: int, attempt: int = 1, **spec: Any) -> str:
+        """Create a SyncRound as the SDK does; its name."""
+        uid = self.get("rlpipeline", "p")["metadata"]["uid"]
+        name = round_name("p", uid, self.incarnation, version, attempt)
+        self.cluster.apply(
+            {
+                "apiVersion": "rlfleet.dev/v1alpha1",
+                "kind": "SyncRound",
+                "metadata": {
+                    "name": name,
+                    "namespace": self.namespace,
+                    "labels": {"rlfleet.dev/pipeline": "p"},
+                    "ownerReferences": [
+                        {"apiVersion": "rlfleet.dev/v1alpha1", "kind": "RLPipeline", "name": "p", "uid": uid}
+                    ],
+                },
+                "spec": {
+                    "pipeline": "p",
+                    "version": version,
+                    "senderIncarnation": self.incarnation,
+                    "attempt": attempt,
+                    **spec,
+                },
+            }
+        )
+        return name
+
+    def sync(self, version: int, seed: int | None = None, *, attempt: int = 1, **spec: Any) -> dict[str, Any]:
+        """Publish, order a round, and wait for its end; the round."""
+        self.publish(version, seed)
+        return self.ended(self.order(version, attempt, **spec))
+
+    # ------------------------------------------------------------------------------------------ seeing
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        """One object, live."""
+        found: dict[str, Any] = self.cluster.get(kind, name, "-n", self.namespace)
+        return found
+
+    def pod(self, name: str) -> dict[str, Any]:
+        """One pod, live."""
+        return self.get("pod", name)
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Engine pods, by name."""
+        listed = self.cluster.get("pods", "-n", self.namespace, "-l", "rlfleet.dev/pipeline=p,rlfleet.dev/pool")
+        return sorted(listed["items"], key=lambda p: str(p["metadata"]["name"]))
+
+    def phase(self, name: str) -> str:
+        """A round's phase."""
+        return str((self.get("syncround", name).get("status") or {}).get("phase") or "")
+
+    def ended(self, name: str, seconds: float = 90.0) -> dict[str, Any]:
+        """Wait for a round's end and for its slot to be free; the round."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.get("syncround", name)
+            if (found.get("status") or {}).get("phase") not in TERMINAL:
+                return None
+            return None if self.status("rlpipeline", "p").get("activeOperation") else found
+
+        return wait_until(look, f"round {name} to end", seconds)
+
+    def status(self, kind: str, name: str) -> dict[str, Any]:
+        """Status of an object."""
+        return dict(self.get(kind, name).get("status") or {})
+
+    def ready_engines(self, count: int, seconds: float = 90.0) -> list[dict[str, Any]]:
+        """Wait until exactly ``count`` engine pods exist and are Ready."""
+
+        def look() -> list[dict[str, Any]] | None:
+            pods = [p for p in self.engines() if "deletionTimestamp" not in p["metadata"]]
+            ready = [p for p in pods if condition(p, "Ready") == "True"]
+            return pods if len(pods) == len(ready) == count else None
+
+        return wait_until(look, f"{count} ready engines", seconds, every=0.3)
+
+    def checksum(self, pod: dict[str, Any]) -> str:
+        """The engine's own checksum of its parameters, asked of the engine itself."""
+        code, answer = http("POST", engine_url(pod) + "/weights_checker", {"action": "checksum"})
+        assert code == 200, answer
+        return str(answer["per_engine_checksum"])
+
+    def label(self, pod: dict[str, Any]) -> str:
+        """The weight version label, asked of the engine itself."""
+        return str(http("GET", engine_url(pod) + "/model_info")[1]["weight_version"])
+
+    def paused(self, pod: dict[str, Any]) -> bool:
+        """The engine does not take requests up now (its /ready says so)."""
+        return http("GET", engine_url(pod) + "/ready")[0] == 503
+
+    def fault(self, pod: dict[str, Any], call: str, **how: Any) -> None:
+        """Script one fault of an engine."""
+        code, answer = http("POST", engine_url(pod) + "/_sim/faults", {call: how})
+        assert code == 200, answer
+
+
+def engine_url(pod: dict[str, Any]) -> str:
+    """Where the pod's engine listens."""
+    return f"http://{pod['status']['podIP']}:30000"
+
+
+def condition(obj: dict[str, Any], kind: str) -> str:
+    """Status of one condition, or an empty string."""
+    conditions = (obj.get("status") or {}).get("conditions") or []
+    return next((str(c["status"]) for c in conditions if c["type"] == kind), "")
+
+
+def trainer_objects(namespace: str, env: dict[str, str]) -> list[dict[str, Any]]:
+    """Service account, role, binding and pod of the trainer."""
+    meta = {"name": "trainer", "namespace": namespace}
+    group = "rlfleet.dev"
+    field = {"RLFLEET_POD_IP": "status.podIP", "RLFLEET_POD_UID": "metadata.uid",
+             "RLFLEET_POD_NAMESPACE": "metadata.namespace"}  # fmt: skip
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": meta,
+            "rules": [
+                {"apiGroups": [group], "resources": ["rlpipelines"], "verbs": ["get", "list", "watch"]},
+                {
+                    "apiGroups": [group],
+                    "resources": ["syncrounds"],
+                    "verbs": ["get", "list", "watch", "create", "patch"],
+                },
+            ],
+        },
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "trainer"},
+            "subjects": [{"kind": "ServiceAccount", "name": "trainer", "namespace": namespace}],
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**meta, "labels": {"app": "trainer"}},
+            "spec": {
+                "serviceAccountName": "trainer",
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {
+                        "name": "trainer",
+                        "image": "rlfleet/trainer",
+                        "command": ["python", "-m", "e2e.scenarios.publisher"],
+                        "env": [
+                            *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": v}}} for k, v in field.items()),
+                            {"name": "RLFLEET_PIPELINE", "value": "p"},
+                            *({"name": k, "value": v} for k, v in env.items()),
+                        ],
+                    }
+                ],
+            },
+        },
+    ]

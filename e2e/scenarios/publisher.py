@@ -1,0 +1,98 @@
+"""A trainer without training, for scenarios: a real weight sender whose publishes a test orders over HTTP.
+
+``python -m e2e.scenarios.publisher`` in a pod. POST /publish {"version": n, "seed": s, "change": ...} puts a real
+state dict of the reference model into the sender and answers the manifest's digest, or 409 with the sender's error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from e2e.sim.model import MODELS
+from e2e.sim.model_torch import torch_state
+from rlfleet.api.tokens import PublicKeys
+from rlfleet.client import Client
+from rlfleet.sender import WeightSender
+
+CONTROL_PORT = 9451
+
+
+def state(seed: int, change: str | None, bulk_mib: int = 0) -> dict[str, torch.Tensor]:
+    """The reference model's weights for a seed, optionally broken in one way that a trainer might break them.
+
+    ``bulk_mib``: that many MiB of a tensor that the engine does not know (it ignores such names, as real engines do),
+    so that a transfer takes long enough to be interrupted.
+    """
+    weights = dict(torch_state(MODELS["tiny"], seed))
+    if bulk_mib:
+        weights["bulk"] = torch.full((bulk_mib << 20,), seed % 251, dtype=torch.uint8)
+    first = next(iter(weights))
+    if change == "empty":
+        return {}
+    if change == "nan":
+        weights[first] = weights[first].clone()
+        weights[first].view(-1)[0] = float("nan")
+    if change == "shape":
+        weights[first] = weights[first][:-1].contiguous()
+    if change == "dtype":
+        weights[first] = weights[first].to(torch.float64)
+    return weights
+
+
+def main() -> None:
+    """Serve until killed."""
+    torch.set_num_threads(1)
+    host = os.environ["RLFLEET_POD_IP"]
+    keys = PublicKeys(Client(os.environ["RLFLEET_POD_NAMESPACE"], os.environ["RLFLEET_PIPELINE"]).public_keys())
+    sender = WeightSender(
+        host,
+        pod_uid=os.environ["RLFLEET_POD_UID"],
+        public_keys=keys,
+        bucket_bytes=int(os.environ.get("BUCKET_BYTES", "1048576")),
+        second_slot=os.environ.get("SECOND_SLOT") == "1",
+    )
+    sender.start()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            order: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            weights = state(int(order.get("seed", 0)), order.get("change"), int(order.get("bulk", 0)))
+            if folder := order.get("save"):
+                _save(Path(folder), weights)
+            try:
+                manifest = sender.publish(
+                    int(order["version"]),
+                    weights,
+                    timeout=float(order.get("timeout", 30)),
+                    allow_layout_change=bool(order.get("bulk")),
+                )
+                code, answer = 200, {"digest": manifest.digest, "incarnation": sender.incarnation}
+            except Exception as e:  # noqa: BLE001 - the test wants to see whatever a training loop would see
+                code, answer = 409, {"error": type(e).__name__, "message": str(e)}
+            body = json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Keep the container's log for what matters."""
+
+    ThreadingHTTPServer((host, CONTROL_PORT), Handler).serve_forever()
+
+
+def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, str(folder / "model.safetensors"))
+
+
+if __name__ == "__main__":
+    main()
