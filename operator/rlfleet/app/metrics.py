@@ -1,0 +1,116 @@
+"""Prometheus metrics of the operator.
+
+Invariant: label values come from closed lists or from objects that exist (a pool's series go with the pool), so the
+number of series is bounded; base units only (seconds, counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rlfleet import __version__
+from rlfleet.api.v1alpha1.enginepool import EngineState
+
+_PHASE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_CALL_BUCKETS = (0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_STATES = tuple(s.value.lower() for s in EngineState)
+
+
+class OperatorMetrics:
+    """Implements control.context.Metrics, kube.client.ApiObserver and control.queue.QueueObserver."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        info = Gauge("rlfleet_build_info", "The operator's version.", ["version"], registry=r)
+        info.labels(__version__).set(1)
+        self._rounds = Counter("rlfleet_rounds", "Rounds that ended, by outcome.", ["outcome"], registry=r)
+        self._phases = Histogram(
+            "rlfleet_round_phase_seconds",
+            "Time of each phase of a round.",
+            ["phase"],
+            buckets=_PHASE_BUCKETS,
+            registry=r,
+        )
+        self._engines = Gauge("rlfleet_engines", "Engines by state.", ["namespace", "pool", "state"], registry=r)
+        self._reconciles = Counter("rlfleet_reconciles", "Reconciles by result.", ["kind", "result"], registry=r)
+        self._reconcile_time = Histogram(
+            "rlfleet_reconcile_seconds", "Time of one reconcile.", ["kind"], buckets=_PHASE_BUCKETS, registry=r
+        )
+        self._depth = Gauge("rlfleet_queue_depth", "Objects that are due and wait for a worker.", registry=r)
+        self._running = Gauge("rlfleet_queue_running", "Objects being reconciled.", registry=r)
+        self._oldest = Gauge("rlfleet_queue_oldest_seconds", "How long the longest waiting object is due.", registry=r)
+        self._retries = Counter("rlfleet_queue_retries", "Reconciles that must be repeated.", ["kind"], registry=r)
+        self._calls = Counter(
+            "rlfleet_api_calls", "Calls to the apiserver; code 0: no answer.", ["verb", "resource", "code"], registry=r
+        )
+        self._call_time = Histogram(
+            "rlfleet_api_call_seconds", "Time of calls to the apiserver.", ["verb"], buckets=_CALL_BUCKETS, registry=r
+        )
+        self._throttled = Counter(
+            "rlfleet_api_throttle_seconds", "Time that calls waited for the operator's own rate limit.", registry=r
+        )
+        self._writes = Counter("rlfleet_writes", "Writes to the apiserver by reconcilers.", ["resource"], registry=r)
+        self._resets = Counter("rlfleet_view_resets", "Broken watches, by error.", ["resource", "reason"], registry=r)
+
+    def render(self) -> bytes:
+        """The text for /metrics."""
+        return generate_latest(self.registry)
+
+    # control.context.Metrics
+
+    def round_finished(self, outcome: str) -> None:
+        """A round ended."""
+        self._rounds.labels(outcome).inc()
+
+    def round_phase(self, phase: str, seconds: float) -> None:
+        """A phase of a round took this long."""
+        self._phases.labels(phase).observe(seconds)
+
+    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
+        """Engines of a pool by state; no counts: the pool is gone."""
+        for state in _STATES:
+            if counts:
+                self._engines.labels(namespace, pool, state).set(counts.get(state, 0))
+            else:
+                try:
+                    self._engines.remove(namespace, pool, state)
+                except KeyError:
+                    pass  # a pool that never had a series
+
+    def write(self, resource: str) -> None:
+        """A reconciler wrote."""
+        self._writes.labels(resource).inc()
+
+    # kube.client.ApiObserver and the limiter
+
+    def api_call(self, verb: str, resource: str, code: int, seconds: float) -> None:
+        """A call to the apiserver ended."""
+        self._calls.labels(verb, resource, str(code)).inc()
+        if verb != "watch":
+            self._call_time.labels(verb).observe(seconds)
+
+    def throttled(self, seconds: float) -> None:
+        """A call waited for its turn."""
+        self._throttled.inc(seconds)
+
+    def view_reset(self, resource: str, reason: str) -> None:
+        """A watch broke."""
+        self._resets.labels(resource, reason).inc()
+
+    # control.queue.QueueObserver
+
+    def reconciled(self, kind: str, result: str, seconds: float) -> None:
+        """A reconcile ended."""
+        self._reconciles.labels(kind, result).inc()
+        self._reconcile_time.labels(kind).observe(seconds)
+        if result in ("Retry", "Error"):
+            self._retries.labels(kind).inc()
+
+    def queue_state(self, depth: int, running: int, oldest_seconds: float) -> None:
+        """The queue changed."""
+        self._depth.set(depth)
+        self._running.set(running)
+        self._oldest.set(oldest_seconds)
