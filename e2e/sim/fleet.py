@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from rlfleet.client import Client, SyncFailed, SyncRefused, SyncTimeout
-from rlfleet.sender import WeightSender
+from rlfleet.sender import SenderError, WeightSender
 
-from .trainer import SyncError
+from .loop import SyncError
 
 
 class Fleet:
@@ -33,14 +33,13 @@ class Fleet:
         port: int,
         pod_uid: str,
         kubeconfig: str | None,
-        bucket_bytes: int | None,
+        bucket_bytes: int,
         base_timeout: float,
         timeout: float,
     ) -> None:
         self._client = Client(namespace, pipeline, kubeconfig=kubeconfig)
-        sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         self._sender = WeightSender(
-            host, port=port, pod_uid=pod_uid, public_keys=self._client.public_keys(), backends=("gloo",), **sizes
+            host, port, pod_uid=pod_uid, public_keys=self._client.public_keys, bucket_bytes=bucket_bytes
         )
         self._base_timeout = base_timeout
         self._timeout = timeout
@@ -49,25 +48,23 @@ class Fleet:
         self._sender.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sender.close()
 
     def publish(self, version: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Publish ``state`` and sync it into every engine. SyncError carries the round's own failure."""
         timeout = self._base_timeout if version < 0 else self._timeout
         began = time.monotonic()
-        manifest = self._sender.publish(version, state, timeout=timeout)
-        published = time.monotonic()
         try:
+            manifest = self._sender.publish(version, state, timeout=timeout)
+            published = time.monotonic()
             result = self._client.sync(
                 version,
                 sender_incarnation=self._sender.incarnation,
                 manifest_digest=manifest.digest,
                 timeout=timeout,
             )
-        except (SyncFailed, SyncRefused, SyncTimeout) as error:
+        except (SenderError, SyncFailed, SyncRefused, SyncTimeout) as error:
             raise SyncError(f"version {version}: {type(error).__name__}: {error}") from error
         return {
             "round": result.round,

@@ -30,7 +30,7 @@ from .task import prompts
 
 @dataclass
 class Books:
-    """What was asked and what came back. ``failures``: kind -> count; ``versions``: label -> answers it took part in."""
+    """What was asked and what came back. ``failures``: by kind; ``versions``: label -> answers it took part in."""
 
     sent: int = 0
     answered: int = 0
@@ -171,9 +171,7 @@ def main() -> int:
     parser.add_argument("--min-tokens", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request counts as failed")
-    parser.add_argument(
-        "--wait-serving", type=float, default=0.0, help="seconds to wait, uncounted, for a first answer"
-    )
+    parser.add_argument("--wait-serving", type=float, default=0.0, help="seconds to wait for a first answer, uncounted")
     parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

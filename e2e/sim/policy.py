@@ -104,10 +104,11 @@ class Policy:
     def learn(self, samples: Sequence[Sample]) -> StepResult:
         """One policy-gradient step. The baseline is the mean reward of the batch's samples of the same rule."""
         earned = torch.tensor([rewards(s.prompt, s.output) for s in samples])
-        rules = torch.tensor([s.prompt[0] for s in samples])
+        rules = [s.prompt[0] for s in samples]
         baseline = torch.zeros(len(samples), 1)
-        for rule in rules.unique():
-            baseline[rules == rule] = earned[rules == rule].mean()
+        for rule in set(rules):
+            same = torch.tensor([r == rule for r in rules])
+            baseline[same] = earned[same].mean()
         advantage = earned - baseline
         advantage = advantage / (advantage.std() + 1e-6)
         logprobs = torch.stack(_token_logprobs(self.config, self.state, samples))

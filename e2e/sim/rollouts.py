@@ -130,7 +130,5 @@ class RolloutClient:
     def __enter__(self) -> RolloutClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from e2e.sim.loop import Settings, train
 from e2e.sim.policy import LogprobError
 from e2e.sim.rollouts import RolloutClient, RolloutError, parse
 from e2e.sim.task import CHANCE, rewards
 from e2e.sim.tensors import write_safetensors
-from e2e.sim.trainer import Settings, train
 
 Load = Callable[[int, Mapping[str, Tensor]], dict[str, Any]]
 
