@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case "gate":
             from rlfleet.gate.main import main as gate
 
-            return gate()
+            return gate([])
         case "crds":
             return _crds(arguments.output)
         case _:

@@ -114,15 +114,15 @@ class Operator:
             await self._shut_down()
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "enginepools", registry=registry)
-        def pool(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
+        async def pool(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
             self._triggers.pool(namespace or "", name, None if type == "DELETED" else spec)
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "rlpipelines", registry=registry)
-        def pipeline(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
+        async def pipeline(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
             self._triggers.pipeline(namespace or "", name, None if type == "DELETED" else spec)
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "syncrounds", registry=registry)
-        def round_(*, namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
+        async def round_(*, namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
             self._triggers.round(namespace or "", spec)
 
         return registry
