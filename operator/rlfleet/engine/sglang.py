@@ -199,7 +199,15 @@ class SGLangAdapter:
         """Open a session, where this version has sessions."""
         if self._sessions is None:
             self._sessions = await self._exists(_SESSION, seconds)
-        if self._sessions:
+        if not self._sessions:
+            return
+        try:
+            await self._control("/begin_weight_update", {}, seconds)
+        except Refused as e:
+            if e.status != 400:
+                raise
+            # A session that a broken transfer left open is the one reason to refuse; ending it loads nothing.
+            await self._control("/end_weight_update", {}, seconds)
             await self._control("/begin_weight_update", {}, seconds)
 
     async def receive(self, bucket: Bucket, *, group: str, seconds: float) -> None:
