@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ def server(cluster: LocalCluster, namespace: str) -> Server:
 
 
 @pytest.fixture(scope="module")
-def dry_server(cluster: LocalCluster) -> Server:
-    """The apiserver for dry runs only, in a namespace that always exists."""
-    return Server(cluster, "default")
+def shared_server(cluster: LocalCluster) -> Iterator[Server]:
+    """The apiserver, in a namespace that a module's tests share: they run dry or give every object its own name."""
+    name = f"t-{uuid.uuid4().hex[:10]}"
+    cluster.kubectl("create", "namespace", name)
+    yield Server(cluster, name)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def own_name() -> dict[str, str]:
+    """An edit that gives an example a name of the test's own."""
+    return {"metadata.name": f"n-{uuid.uuid4().hex[:10]}"}

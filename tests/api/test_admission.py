@@ -63,8 +63,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "edits"), ACCEPTED, ids=[f"{k}-{i}" for i, (k, _) in enumerate(ACCEPTED)])
-def test_accepted(kind: str, edits: dict[str, Any], example: Example, dry_server: Any) -> None:
-    assert dry_server.create(example(kind, edits), dry=True)["kind"] == kind
+def test_accepted(kind: str, edits: dict[str, Any], example: Example, shared_server: Any) -> None:
+    assert shared_server.create(example(kind, edits), dry=True)["kind"] == kind
 
 
 def bad_name(kind: str, limit: int, why: str) -> str:
@@ -189,6 +189,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "spec.routers[0].port: Required value: podSelector needs port",
     ),
     (EP, {"spec.routers": [{**ROUTER, "url": "http://10.0.0.9", "port": 1}]}, f"spec.routers[0].port: {PORT_IN_URL}"),
+    (
+        EP,
+        {"spec.gate.port": 30000},
+        'spec.gate.port: Invalid value: "object": gate.port and engine.port must differ: both listen on the '
+        "pod's address",
+    ),
     # EnginePool: bounds
     (
         EP,
@@ -240,8 +246,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "edits", "answer"), REFUSED, ids=[f"{k}-{i}" for i, (k, *_) in enumerate(REFUSED)])
-def test_refused(kind: str, edits: dict[str, Any], answer: str, example: Example, dry_server: Any) -> None:
-    assert answer in dry_server.answer(lambda: dry_server.create(example(kind, edits), dry=True))
+def test_refused(kind: str, edits: dict[str, Any], answer: str, example: Example, shared_server: Any) -> None:
+    assert answer in shared_server.answer(lambda: shared_server.create(example(kind, edits), dry=True))
 
 
 POOL = "create another EnginePool"
@@ -282,10 +288,16 @@ FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ids=[f"{k}-{'-'.join(p)}-{i}" for i, (k, _, p, _) in enumerate(FROZEN)],
 )
 def test_immutable(
-    kind: str, edits: dict[str, Any], patch: dict[str, Any], answer: str, example: Example, server: Any
+    kind: str,
+    edits: dict[str, Any],
+    patch: dict[str, Any],
+    answer: str,
+    example: Example,
+    shared_server: Any,
+    own_name: dict[str, str],
 ) -> None:
-    stored = server.create(example(kind, edits))
-    assert answer in server.answer(lambda: server.patch(stored, {"spec": patch}))
+    stored = shared_server.create(example(kind, edits | own_name))
+    assert answer in shared_server.answer(lambda: shared_server.patch(stored, {"spec": patch}))
 
 
 MUTABLE: list[tuple[str, dict[str, Any]]] = [
@@ -298,9 +310,11 @@ MUTABLE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "patch"), MUTABLE, ids=[f"{k}-{'-'.join(p)}" for k, p in MUTABLE])
-def test_what_may_change_can_change(kind: str, patch: dict[str, Any], example: Example, server: Any) -> None:
-    stored = server.create(example(kind))
-    changed = server.patch(stored, {"spec": patch})
+def test_what_may_change_can_change(
+    kind: str, patch: dict[str, Any], example: Example, shared_server: Any, own_name: dict[str, str]
+) -> None:
+    stored = shared_server.create(example(kind, own_name))
+    changed = shared_server.patch(stored, {"spec": patch})
     assert changed["spec"] != stored["spec"]
     assert changed["metadata"]["generation"] == 2
 
@@ -326,13 +340,21 @@ STATUS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "before", "change", "answer"), STATUS, ids=[f"{k}-{b}" for k, b, *_ in STATUS])
 def test_status_never_goes_back(
-    kind: str, before: dict[str, Any], change: dict[str, Any], answer: str, example: Example, server: Any
+    kind: str,
+    before: dict[str, Any],
+    change: dict[str, Any],
+    answer: str,
+    example: Example,
+    shared_server: Any,
+    own_name: dict[str, str],
 ) -> None:
-    stored = server.create(example(kind))
-    server.patch(stored, {"status": before}, "--subresource=status")
-    assert answer in server.answer(lambda: server.patch(stored, {"status": change}, "--subresource=status"))
+    stored = shared_server.create(example(kind, own_name))
+    shared_server.patch(stored, {"status": before}, "--subresource=status")
+    assert answer in shared_server.answer(
+        lambda: shared_server.patch(stored, {"status": change}, "--subresource=status")
+    )
     # Written again as it is: a repeated write is no step back.
-    assert server.patch(stored, {"status": before}, "--subresource=status")["status"] == before
+    assert shared_server.patch(stored, {"status": before}, "--subresource=status")["status"] == before
 
 
 #: engine.type has one value so far, and kind too: their rules start to matter with the second.

@@ -224,8 +224,8 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
 @pytest.mark.parametrize(
     "edits", [{"spec.sync": {}}, {"spec.sync": {"deadlines": {"pausedSeconds": 9}, "quiesce": {}}}]
 )
-def test_defaults_fill_what_is_given_in_part(edits: dict[str, Any], example: Example, dry_server: Any) -> None:
-    sync = dry_server.create(example("RLPipeline", edits), dry=True)["spec"]["sync"]
+def test_defaults_fill_what_is_given_in_part(edits: dict[str, Any], example: Example, shared_server: Any) -> None:
+    sync = shared_server.create(example("RLPipeline", edits), dry=True)["spec"]["sync"]
     wanted = edits["spec.sync"].get("deadlines", {}).get("pausedSeconds", 150)
     assert sync["deadlines"] == {"pendingSeconds": 600, "stagingSeconds": 600, "pausedSeconds": wanted}
     assert (sync["quiesce"], sync["maxUnavailable"]) == ({"mode": "Retract"}, "10%")
@@ -263,8 +263,8 @@ def test_the_pod_template_keeps_whatever_kubernetes_knows(example: Example, serv
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_explain_reads_well(path: str, phrases: list[str], dry_server: Any) -> None:
-    text = dry_server.kubectl("explain", path)
+def test_explain_reads_well(path: str, phrases: list[str], shared_server: Any) -> None:
+    text = shared_server.kubectl("explain", path)
     prose = re.sub(r"\s+", " ", text)
     for phrase in phrases:
         assert phrase in text or phrase in prose, text

@@ -80,7 +80,8 @@ def _fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, bool, dict
 
 
 def _row(path: str, required: bool, schema: dict[str, Any]) -> str:
-    default = f"`{_json(schema['default'])}`" if schema.get("default") not in (None, {}, []) else ""
+    # An object's default is the sum of its fields' defaults, which stand below it.
+    default = f"`{_json(schema['default'])}`" if "default" in schema and schema.get("type") != "object" else ""
     name = f"`{path}`{' *' if required else ''}"
     return f"| {name} | {_type(schema)} | {default} | {_limits(schema)} | {_cell(schema['description'])} |"
 

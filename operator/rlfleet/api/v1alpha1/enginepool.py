@@ -81,8 +81,8 @@ class EngineSpec(Spec):
         default=1,
         ge=1,
         le=64,
-        description="GPUs of one engine. With placement Scheduler they are asked for by the template's own resource "
-        "limits; with Pinned this many of the listed devices go to each engine.",
+        description="GPUs of one engine. Scheduler: the engine container asks for this many nvidia.com/gpu, unless the "
+        "template asks itself. Pinned: this many of the listed devices go to each engine.",
         json_schema_extra=immutable("engine.gpusPerEngine", NEW_POOL),
     )
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
@@ -282,7 +282,10 @@ class Gate(Spec):
         alias="stagingMiB",
         description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model.",
     )
-    resources: Resources | None = Field(default=None, description="Compute resources of the gate container.")
+    resources: Resources | None = Field(
+        default=None,
+        description="Compute resources of the gate container; absent: requests that fit stagingMiB, and no limits.",
+    )
 
 
 class UpdateStrategy(Spec):
@@ -304,6 +307,11 @@ class EnginePoolSpec(Spec):
                 "self.placement.devices.map(n, n.devices.size() / self.engine.gpusPerEngine).sum()",
                 "placement.devices has too few devices: each replica takes engine.gpusPerEngine devices of one node",
                 at=".replicas",
+            ),
+            rule(
+                "self.gate.port != self.engine.port",
+                "gate.port and engine.port must differ: both listen on the pod's address",
+                at=".gate.port",
             ),
         )
     )
