@@ -267,12 +267,14 @@ def test_nan_is_legal_but_said(fleet: Fleet) -> None:
     serialized_fleet(fleet, 1)
     fleet.publish(1, change="nan")
     assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
+    said = next(c for c in fleet.status("rlpipeline", "p")["conditions"] if c["type"] == "SenderReady")
+    assert (said["status"], said["reason"]) == ("True", "NaNWeights")
 
 
 def test_a_published_pipeline_is_readable_at_a_glance(fleet: Fleet, cluster: LocalCluster) -> None:
     serialized_fleet(fleet, 1)
     wait_until(lambda: condition(fleet.get("rlpipeline", "p"), "Ready") == "True", "the pipeline to be Ready")
-    cluster.kubectl("wait", "--for=condition=Ready", "rlp/p", "ep/e", "-n", fleet.namespace, "--timeout=30s")
+    cluster.kubectl("wait", "--for=condition=Ready", "rlp/p", "epool/e", "-n", fleet.namespace, "--timeout=30s")
     shown = cluster.kubectl("get", "rlfleet", "-n", fleet.namespace)
     assert "rlpipeline.rlfleet.dev/p" in shown
     assert "enginepool.rlfleet.dev/e" in shown

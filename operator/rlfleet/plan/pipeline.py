@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
+from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus
 from rlfleet.plan.rounds import Committed, Engine
 from rlfleet.plan.verdicts import at_committed
 
@@ -49,6 +50,29 @@ def count(engines: Sequence[Engine], committed: Committed | None) -> FleetFacts:
     return FleetFacts(len(live), active, tuple(sorted(closed)), tuple(sorted(silent)))
 
 
+def sender_ready(sender: SenderStatus | None, problem: tuple[Reason, str] | None) -> tuple[bool, Reason, str]:
+    """The SenderReady condition: found, answering, of our protocol, and holding complete weights."""
+    if sender is None:
+        reason, message = problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
+        return False, reason, message
+    if sender.protocol_version < PROTOCOL_VERSION:
+        return (
+            False,
+            Reason.SENDER_TOO_OLD,
+            f"the sender speaks protocol {sender.protocol_version}, {PROTOCOL_VERSION} is needed: update rlfleet in the "
+            "trainer",
+        )
+    if sender.cache is None:
+        return False, Reason.SENDER_NOT_READY, "the sender has published nothing yet"
+    if sender.cache.nan_tensors:
+        return (
+            True,
+            Reason.NAN_WEIGHTS,
+            f"version {sender.cache.version} has NaN in {_some(sender.cache.nan_tensors)}: legal, but hardly meant",
+        )
+    return True, Reason.SENDER_READY, "the sender holds complete weights"
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -58,8 +82,8 @@ def conditions(
     *,
     facts: FleetFacts,
     committed: Committed | None,
+    sender: SenderStatus | None,
     sender_problem: tuple[Reason, str] | None,
-    sender_has_cache: bool,
     working: tuple[Reason, str] | None,
     trouble: tuple[Reason, str] | None,
     topology: tuple[bool | None, Reason, str],
@@ -73,12 +97,8 @@ def conditions(
         nonlocal out
         out = set_condition(out, kind, ConditionStatus.of(value), reason, message, generation, now)
 
-    if sender_problem is not None:
-        put(PipelineCondition.SENDER_READY, False, *sender_problem)
-    elif not sender_has_cache:
-        put(PipelineCondition.SENDER_READY, False, Reason.SENDER_NOT_READY, "the sender has published nothing yet")
-    else:
-        put(PipelineCondition.SENDER_READY, True, Reason.SENDER_READY, "the sender holds complete weights")
+    ready, reason, message = sender_ready(sender, sender_problem)
+    put(PipelineCondition.SENDER_READY, ready, reason, message)
     put(PipelineCondition.TOPOLOGY_VALID, *topology)
     if working is not None:
         put(PipelineCondition.PROGRESSING, True, *working)

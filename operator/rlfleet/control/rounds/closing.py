@@ -330,6 +330,18 @@ class Closing:
             await self.ledger.write_round(status)
         except RoundGone:
             log.warning("round vanished before it was settled", extra={"round": self.run.round_uid})
+        log.log(
+            logging.INFO if outcome == "Succeeded" else logging.WARNING,
+            "%s: %s: %s",
+            outcome,
+            reason.value,
+            message,
+            extra={
+                "round": (self.ledger.round or {}).get("metadata", {}).get("name"),
+                "roundUID": self.run.round_uid,
+                "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
+            },
+        )
         self.ctx.metrics.round_finished(outcome)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
 

@@ -109,7 +109,17 @@ class Executor:
                 **extra,
             }
         )
-        log.info("phase", extra={"round": self.round_uid, "phase": phase, "generation": self.ledger.generation})
+        log.info(
+            "%s: %s",
+            phase,
+            message,
+            extra={
+                "round": self.ledger.round["metadata"]["name"],
+                "roundUID": self.round_uid,
+                "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
+                "generation": self.ledger.generation,
+            },
+        )
 
     # ------------------------------------------------------------------------------------------ claim, barrier
 
