@@ -1,0 +1,138 @@
+"""Pushing manifest and buckets to gates, in parallel, out of the one copy that the sender keeps.
+
+Invariants: a gate that refuses, dies or freezes costs only itself; every byte goes out in small pieces of the buckets
+themselves, so memory does not grow with the number of gates; nothing is reported as delivered that the gate did not
+acknowledge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+from pydantic import ValidationError
+
+from rlfleet.api import wire
+from rlfleet.sender.cache import Weights
+
+#: Bytes handed to a socket at a time. Handing over a whole bucket at once is several times slower.
+PIECE_BYTES = 2**20
+#: A gate that takes no byte, or gives no answer, for so long is given up.
+STALL_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
+_ERROR_BYTES = 64 * 1024
+
+
+class _Failed(Exception):
+    """This gate did not get its bytes; the message says why."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    ok: bool = False
+    bytes: int = 0
+    error: str | None = None
+
+    def report(self) -> dict[str, object]:
+        return {"ok": self.ok, "bytes": self.bytes, "error": self.error}
+
+
+async def push(
+    weights: Weights, order: wire.PushOrder, operation: str, *, stall_seconds: float = STALL_SECONDS
+) -> dict[str, object]:
+    """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline."""
+    manifest = weights.manifest.model_dump_json(by_alias=True).encode()
+    outcomes = {target.engine: _Outcome() for target in order.targets}
+    # One connection per gate and no pool limits: a slow gate must not stand in the way of another.
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+    ) as session:
+
+        async def one(target: wire.PushTarget) -> None:
+            outcome = outcomes[target.engine]
+            try:
+                async with asyncio.timeout(order.deadline_seconds):
+                    await _to_gate(session, weights, manifest, target, operation, outcome, stall_seconds)
+                outcome.ok = True
+            except TimeoutError:
+                outcome.error = f"not done within {order.deadline_seconds:g} s (DeadlineExceeded)"
+            except _Failed as e:
+                outcome.error = str(e)[:512]
+
+        await asyncio.gather(*(one(t) for t in order.targets))
+    return {
+        "targets": {engine: outcome.report() for engine, outcome in outcomes.items()},
+        "bytes": sum(outcome.bytes for outcome in outcomes.values()),
+    }
+
+
+async def _to_gate(
+    session: aiohttp.ClientSession,
+    weights: Weights,
+    manifest: bytes,
+    target: wire.PushTarget,
+    operation: str,
+    outcome: _Outcome,
+    stall_seconds: float,
+) -> None:
+    base = f"{target.url.rstrip('/')}/v1/staging/{operation}"
+    headers = {"Authorization": f"Bearer {target.token}"}
+    await _put(session, f"{base}/manifest", memoryview(manifest), headers, "application/json", stall_seconds)
+    if not target.buckets:
+        return
+    for index in range(len(weights.buckets)):
+        view = weights.view(index)
+        await _put(session, f"{base}/buckets/{index}", view, headers, "application/octet-stream", stall_seconds)
+        outcome.bytes += len(view)
+
+
+async def _put(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: memoryview,
+    headers: dict[str, str],
+    content_type: str,
+    stall_seconds: float,
+) -> None:
+    what = url.rsplit("/v1/staging/", 1)[1].partition("/")[2]
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(stall_seconds) as stall:
+
+            async def pieces() -> AsyncIterator[memoryview]:
+                for at in range(0, len(body), PIECE_BYTES):
+                    stall.reschedule(loop.time() + stall_seconds)
+                    yield body[at : at + PIECE_BYTES]
+                stall.reschedule(loop.time() + stall_seconds)
+
+            async with session.put(
+                url,
+                data=pieces(),
+                headers={**headers, "Content-Length": str(len(body)), "Content-Type": content_type},
+                # The gate can refuse before the bytes travel, and its refusal is not lost in a broken connection.
+                expect100=True,
+                allow_redirects=False,
+            ) as response:
+                raw = await response.content.read(_ERROR_BYTES)
+                if response.status != 200:
+                    raise _Failed(f"{what}: {_refusal(response.status, raw)}")
+    except TimeoutError:
+        if not stall.expired():
+            raise
+        raise _Failed(f"{what}: no progress for {stall_seconds:g} s, given up") from None
+    except (aiohttp.ClientError, OSError) as e:
+        raise _Failed(f"{what}: connection failed ({type(e).__name__}: {e})") from e
+
+
+def _refusal(status: int, raw: bytes) -> str:
+    try:
+        error = wire.ErrorBody.model_validate_json(raw)
+    except ValidationError:
+        return f"HTTP {status} without an error of the protocol"
+    return f"{error.reason.value}: {error.message}"

@@ -1,0 +1,264 @@
+"""WeightSender: what a trainer creates once and publishes versions to.
+
+Invariant: ``publish`` returns only when the version is complete and visible, or raises and leaves what was visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from rlfleet.api import wire
+from rlfleet.api.manifest import Manifest
+from rlfleet.sender import cache
+from rlfleet.sender.access import Access, KeySource
+from rlfleet.sender.errors import PublishTimeout, SenderClosed, SenderError, VersionGoesBackwards
+from rlfleet.sender.metrics import Metrics
+from rlfleet.sender.slots import Slots
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: The pod UID of a sender that runs outside the cluster (RLPipeline.spec.weights.sender.url).
+OUTSIDE_CLUSTER = "rlfleet-sender"
+_START_SECONDS = 30.0
+
+
+class WeightSender:
+    """Keeps the newest complete weights and serves them to rounds.
+
+    - ``host``, ``port``: address to listen on, normally the pod's own; port 0 takes a free one.
+    - ``pod_uid``: UID of the trainer's pod (downward API); tokens must name it.
+    - ``public_keys``: the operator's keys, ``{kid: base64}``, or a callable that returns them (``Client.public_keys``),
+      asked when a call cannot be verified. Until keys are there every call is refused; see ``set_public_keys``.
+    - ``bucket_bytes``: bytes per bucket; a larger tensor gets a bucket of its own.
+    - ``second_slot``: keep what a round holds beside a newer version, instead of making ``publish`` wait for the round.
+      Memory: two copies of the weights (one complete, one being built or spare), three with a second slot.
+    - ``backends``: process group backends that this trainer can broadcast with, among "gloo" and "nccl".
+    - ``devices``: (node name, GPU UUIDs) of the trainer, where known.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = wire.DEFAULT_SENDER_PORT,
+        *,
+        pod_uid: str = OUTSIDE_CLUSTER,
+        public_keys: KeySource | None = None,
+        bucket_bytes: int = cache.DEFAULT_BUCKET_BYTES,
+        second_slot: bool = False,
+        backends: Sequence[Literal["gloo", "nccl"]] = ("gloo",),
+        devices: tuple[str, Sequence[str]] | None = None,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError("bucket_bytes must be at least 1")
+        if unknown := [b for b in backends if b not in ("gloo", "nccl")]:
+            raise ValueError(f"backends: {unknown[0]!r} is not known; choose among gloo and nccl")
+        if not pod_uid:
+            raise ValueError("pod_uid is empty: give the pod's metadata.uid (downward API)")
+        self.incarnation = uuid.uuid4().hex
+        self.pod_uid = pod_uid
+        self._host = host
+        self._port = port
+        self._bucket_bytes = bucket_bytes
+        self._backends = tuple(backends)
+        self._access = Access(pod_uid, public_keys)
+        self._slots = Slots(second_slot=second_slot)
+        self._metrics = Metrics()
+        self._devices = wire.DeviceReport(source="Unknown")
+        if devices is not None:
+            self._devices = wire.DeviceReport(source="Declared", node=devices[0], uuids=tuple(devices[1]))
+        self._capabilities = (
+            "Serialized",
+            *(f"Broadcast/{b}" for b in self._backends),
+            *(("SecondSlot",) if second_slot else ()),
+        )
+        self._publishing = threading.Lock()
+        self._first: cache.Layout | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """Base URL under which the server answers."""
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """The port; the real one after ``start`` when 0 was asked for."""
+        return self._port
+
+    def set_public_keys(self, public_keys: KeySource) -> None:
+        """Keys (or a callable that returns them) to verify the operator's tokens with from now on."""
+        self._access.set_keys(public_keys)
+
+    def start(self) -> Self:
+        """Begin to serve, in a thread of its own. SenderError when the address cannot be had."""
+        if self._closed:
+            raise SenderClosed("the sender was closed")
+        if self._thread is not None:
+            return self
+        try:
+            listener = socket.create_server(
+                (self._host, self._port), family=socket.AF_INET6 if ":" in self._host else socket.AF_INET, backlog=128
+            )
+        except OSError as e:
+            raise SenderError(f"cannot listen on {self._host}:{self._port}: {e.strerror or e}") from e
+        self._port = listener.getsockname()[1]
+        started = threading.Event()
+        problem: list[BaseException] = []
+        self._thread = threading.Thread(
+            target=self._serve, args=(listener, started, problem), name="rlfleet-sender", daemon=True
+        )
+        self._thread.start()
+        if not started.wait(_START_SECONDS) or problem:
+            raise SenderError("the sender's server did not start") from (problem[0] if problem else None)
+        return self
+
+    def _serve(self, listener: socket.socket, started: threading.Event, problem: list[BaseException]) -> None:
+        from rlfleet.sender.server import Server
+
+        async def main() -> None:
+            server = Server(
+                pod_uid=self.pod_uid,
+                incarnation=self.incarnation,
+                access=self._access,
+                slots=self._slots,
+                metrics=self._metrics,
+                backends=self._backends,
+                capabilities=self._capabilities,
+                devices=self._devices,
+            )
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            await server.serve(listener)
+            started.set()
+            try:
+                await self._stop.wait()
+            finally:
+                await server.close()
+
+        try:
+            asyncio.run(main())
+        except BaseException as e:
+            problem.append(e)
+            log.exception("the weight sender's server ended")
+        finally:
+            started.set()
+            listener.close()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Stop serving; a publish that waits raises SenderClosed. Idempotent.
+
+        A broadcast in progress ends by its own deadlines; after ``timeout`` seconds its thread is left to them.
+        """
+        self._closed = True
+        self._slots.close()
+        if self._loop is not None and self._stop is not None and self._thread is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(timeout)
+
+    def publish(
+        self,
+        version: int,
+        state_dict: Mapping[str, torch.Tensor | Any],
+        *,
+        timeout: float | None = None,
+        allow_rollback: bool = False,
+        allow_layout_change: bool = False,
+    ) -> Manifest:
+        """Make ``state_dict`` the sender's newest version and return its manifest.
+
+        The tensors are copied: they may be changed as soon as this returns. While a round holds the bytes that this
+        would replace, it waits up to ``timeout`` seconds (None: until the round lets go) unless there is a second slot.
+
+        Raises InvalidStateDict, LayoutChanged (unless ``allow_layout_change``), VersionGoesBackwards (unless
+        ``allow_rollback``), PublishTimeout and SenderClosed; what was published before stays as it was.
+        """
+        if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
+            raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
+        give_up = None if timeout is None else time.monotonic() + timeout
+        if not self._publishing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise PublishTimeout(f"version {version}: another publish has run for {timeout:g} s")
+        try:
+            return self._publish(version, state_dict, give_up, allow_rollback, allow_layout_change)
+        finally:
+            self._publishing.release()
+
+    def _publish(
+        self,
+        version: int,
+        state_dict: Mapping[str, Any],
+        give_up: float | None,
+        allow_rollback: bool,
+        allow_layout_change: bool,
+    ) -> Manifest:
+        if self._closed:
+            raise SenderClosed("the sender was closed")
+        newest = self._slots.newest()
+        if newest is not None and version < newest.version and not allow_rollback:
+            raise VersionGoesBackwards(
+                f"version {version} is below version {newest.version}, which this sender holds; "
+                "publish(..., allow_rollback=True) if that is meant"
+            )
+        weights, layout = cache.build(
+            version,
+            state_dict,
+            first=self._first,
+            allow_layout_change=allow_layout_change,
+            bucket_bytes=self._bucket_bytes,
+            spare=self._slots.spare,
+            cuda="nccl" in self._backends,
+        )
+        if newest is not None and newest.version == version:
+            if newest.digest == weights.digest:
+                self._slots.spare.give(weights.buckets)
+                return newest.manifest
+            log.warning(
+                "version %d is published again with other bytes: it was %s and is %s now",
+                version,
+                newest.digest,
+                weights.digest,
+            )
+        if weights.nan_tensors:
+            log.warning(
+                "version %d contains NaN in %d of %d tensors, for instance %s",
+                version,
+                len(weights.nan_tensors),
+                len(weights.manifest.tensors),
+                weights.nan_tensors[0],
+            )
+        try:
+            self._slots.put(weights, give_up)
+        except PublishTimeout:
+            self._slots.spare.give(weights.buckets)
+            raise
+        self._first = self._first or layout
+        self._metrics.published(weights)
+        log.info(
+            "version %d is ready: %s, %d bytes in %d buckets, %d ms",
+            version,
+            weights.digest,
+            weights.manifest.total_bytes,
+            len(weights.buckets),
+            weights.build_ms,
+        )
+        return weights.manifest
