@@ -59,8 +59,8 @@ def sender_ready(sender: SenderStatus | None, problem: tuple[Reason, str] | None
         return (
             False,
             Reason.SENDER_TOO_OLD,
-            f"the sender speaks protocol {sender.protocol_version}, {PROTOCOL_VERSION} is needed: update rlfleet in the "
-            "trainer",
+            f"the sender speaks protocol {sender.protocol_version}, {PROTOCOL_VERSION} is needed: "
+            "update rlfleet in the trainer",
         )
     if sender.cache is None:
         return False, Reason.SENDER_NOT_READY, "the sender has published nothing yet"

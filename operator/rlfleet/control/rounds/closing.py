@@ -342,6 +342,9 @@ class Closing:
                 "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
             },
         )
+        if self.ledger.round is not None:
+            kind = "Normal" if outcome == "Succeeded" else "Warning"
+            self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
         self.ctx.metrics.round_finished(outcome)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
 

@@ -1,0 +1,113 @@
+"""Broadcast and mixed rounds with real process groups; refusals before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.scenarios.kit import Fleet, condition, wait_until
+
+pytestmark = pytest.mark.cluster
+
+NODE = "hollow-000"
+TRAIN = ["GPU-train-0", "GPU-train-1"]
+FREE = ["GPU-free-0", "GPU-free-1"]
+
+
+def pinned(devices: list[str]) -> dict[str, Any]:
+    return {"mode": "Pinned", "devices": [{"node": NODE, "devices": devices}]}
+
+
+def pipeline(fleet: Fleet, mode: str, **transport: Any) -> None:
+    fleet.pipeline(
+        transport={"mode": mode, "backend": "gloo", **transport},
+        trainer={"gpus": [{"node": NODE, "devices": TRAIN}]},
+        sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 30, "pausedSeconds": 30}},
+    )
+
+
+def test_auto_mixes_and_both_ways_deliver_the_same_weights(fleet: Fleet) -> None:
+    pipeline(fleet, "Auto", assertMixed=True)
+    fleet.pool(4, backend="torch", placement=pinned([TRAIN[0], TRAIN[1], FREE[0], FREE[1]]))
+    fleet.trainer()
+    pods = fleet.ready_engines(4, 120)
+    sums = set()
+    for version in (-1, 1, 2):
+        done = fleet.sync(version)
+        plan = done["status"]["plan"]
+        assert done["status"]["phase"] == "Succeeded", done["status"]
+        assert (plan["serialized"], plan["broadcast"], plan["worldSize"]) == (2, 2, 3)
+        how = {m["engine"]: (m["transport"], m.get("rankOffset")) for m in plan["members"]}
+        assert sorted(v for v in how.values() if v[0] == "Broadcast") == [("Broadcast", 1), ("Broadcast", 2)]
+        assert [fleet.label(p) for p in pods] == [str(version)] * 4
+        found = {fleet.checksum(p) for p in pods}
+        assert len(found) == 1
+        assert not found & sums
+        sums |= found
+    valid = next(c for c in fleet.status("rlpipeline", "p")["conditions"] if c["type"] == "TopologyValid")
+    assert (valid["status"], valid["reason"]) == ("True", "TopologyKnown")
+
+
+def test_broadcast_to_all(fleet: Fleet) -> None:
+    pipeline(fleet, "Broadcast")
+    fleet.pool(2, backend="torch", placement=pinned(FREE))
+    fleet.trainer()
+    pods = fleet.ready_engines(2, 120)
+    for version in (-1, 1):
+        done = fleet.sync(version)
+        assert done["status"]["phase"] == "Succeeded", done["status"]
+        assert done["status"]["plan"]["broadcast"] == 2
+    assert len({fleet.checksum(p) for p in pods}) == 1
+    assert [fleet.label(p) for p in pods] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "reason"),
+    [
+        ("Broadcast", [TRAIN[0]], "EnginesOnTrainDevices"),
+        ("Auto", [], "TopologyUnknown"),
+        ("Broadcast", [], "TopologyUnknown"),
+    ],
+)
+def test_impossible_transports_are_refused_and_touch_nothing(
+    fleet: Fleet, mode: str, devices: list[str], reason: str
+) -> None:
+    pipeline(fleet, mode)
+    fleet.pool(1, **({"placement": pinned(devices)} if devices else {}))
+    fleet.trainer()
+    pod = fleet.ready_engines(1)[0]
+    before = fleet.checksum(pod)
+    done = fleet.sync(-1)
+    failure = done["status"]["failure"]
+    assert (failure["stage"], failure["reason"]) == ("Planned", reason)
+    assert fleet.checksum(pod) == before
+    assert fleet.label(pod) == "default"
+    wait_until(
+        lambda: condition(fleet.get("rlpipeline", "p"), "TopologyValid") == "False", "the pipeline to say so as well"
+    )
+
+
+def test_mixed_is_refused_where_it_cannot_mix(fleet: Fleet) -> None:
+    pipeline(fleet, "Auto", assertMixed=True)
+    fleet.pool(1, placement=pinned([TRAIN[0]]))
+    fleet.trainer()
+    fleet.ready_engines(1)
+    assert fleet.sync(-1)["status"]["failure"]["reason"] == "MixedTransportImpossible"
+
+
+def test_an_engine_that_cannot_join_a_group_does_not_stop_the_serialized_ones(fleet: Fleet) -> None:
+    """A broadcast that fails in its rendezvous leaves those members untouched; the round holds, heals or replaces."""
+    pipeline(fleet, "Auto")
+    fleet.pool(3, backend="torch", placement=pinned([TRAIN[0], TRAIN[1], FREE[0]]))
+    fleet.trainer()
+    pods = fleet.ready_engines(3, 120)
+    assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
+    broadcast = next(p for p in pods if "-2-" in p["metadata"]["name"])
+    fleet.fault(broadcast, "init_weights_update_group", action="http500", times=1)
+    done = fleet.sync(1)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    assert done["status"]["committed"] is True
+    others = [p for p in pods if p is not broadcast]
+    assert [fleet.label(p) for p in others] == ["1", "1"]
+    assert len({fleet.checksum(p) for p in others}) == 1
