@@ -1,0 +1,100 @@
+"""``python -m e2e.demo``: the project's main job, end to end, on this machine; ``make demo`` calls it.
+
+Exit codes: 0 everything was as promised, 1 something was not (or could not run), 130 interrupted. Whatever happens,
+nothing is left behind, unless KEEP=1 asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from e2e.cluster.hollow.control import HollowError
+from e2e.cluster.programs import BuildError
+from e2e.demo import run
+from e2e.demo.stage import ClusterError, DemoError, Stage
+
+EXIT_BROKEN = 1
+EXIT_INTERRUPTED = 130
+
+
+class Interrupted(BaseException):
+    """A signal asked the demo to end. Not an Exception: nothing on the way may take it for a problem of its own."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # Once is enough: a second Ctrl-C must not cut the clean-up short.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    raise Interrupted(signal.Signals(number).name)
+
+
+def _clock() -> Callable[[str], None]:
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {line}" if line else "", flush=True)
+
+    return say
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m e2e.demo", description=__doc__)
+    parser.add_argument("--versions", type=int, default=30, help="versions to train and sync (default: 30)")
+    parser.add_argument(
+        "--unsynced-versions", type=int, default=10, help="versions of the leg without syncs (default: 10)"
+    )
+    parser.add_argument("--state", type=Path, help="an empty folder for everything (default: a temporary one)")
+    parser.add_argument(
+        "--keep", action="store_true", default=os.environ.get("KEEP") == "1", help="leave it running (or KEEP=1)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo and cleans up."""
+    options = _arguments(arguments)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, _interrupt)
+    say = _clock()
+    state = options.state or Path(tempfile.mkdtemp(prefix="rlfleet-demo-"))
+    stage = Stage(state, say)
+    keep = False
+    try:
+        code = EXIT_BROKEN
+        try:
+            holds = run.play(stage, options.versions, options.unsynced_versions, say)
+            code = 0 if holds else EXIT_BROKEN
+        except (DemoError, ClusterError, BuildError, HollowError) as error:
+            print(f"\ndemo failed: {error}", file=sys.stderr)
+            for title, lines in getattr(error, "logs", []):
+                print(f"--- {title}", *lines, sep="\n    ", file=sys.stderr)
+            sys.stderr.flush()
+        keep = options.keep
+        if keep:
+            run.print_keep(stage)
+        return code
+    except Interrupted as error:
+        print(f"\ninterrupted ({error})", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    finally:
+        if not keep:
+            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(name, signal.SIG_IGN)
+            say("cleaning up")
+            stage.down()
+            if options.state is None and state.exists():
+                state.rmdir()
+            say("no process and no file of the demo is left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
