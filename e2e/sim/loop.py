@@ -12,11 +12,13 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Protocol
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from .model import MODELS
+from .model import MODELS, ModelConfig, save_config
 from .policy import History, LogprobError, Policy
 from .rollouts import RolloutClient, Sample
 from .task import prompts
@@ -56,8 +58,17 @@ def _only(version: int, samples: list[Sample]) -> None:
         raise LogprobError(f"version {version} is committed everywhere, yet answers came from {sorted(others)}")
 
 
-def train(settings: Settings, rollouts: RolloutClient, publish: Publish, progress: IO[str]) -> list[float]:
-    """Run the loop; returns the mean reward per step. One JSON line per version goes to ``progress``."""
+def train(
+    settings: Settings,
+    rollouts: RolloutClient,
+    publish: Publish,
+    progress: IO[str],
+    checkpoint: Path | None = None,
+) -> list[float]:
+    """Run the loop; returns the mean reward per step. One JSON line per version goes to ``progress``.
+
+    ``checkpoint``: folder to create with the final weights, as an engine's ``--model`` takes it.
+    """
     config = MODELS[settings.model]
     policy = Policy(config, seed=settings.seed, learning_rate=settings.learning_rate)
     history = History(config)
@@ -111,4 +122,15 @@ def train(settings: Settings, rollouts: RolloutClient, publish: Publish, progres
             + (f"sync {line['syncSeconds']:.2f} s" if settings.sync else "not synced"),
             flush=True,
         )
+    if checkpoint is not None:
+        write_checkpoint(config, policy.weights(), checkpoint)
     return curve
+
+
+def write_checkpoint(config: ModelConfig, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write config and weights into a new folder, which appears complete or not at all."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    unfinished.mkdir(parents=True)
+    save_config(config, unfinished)
+    save_file({name: value.contiguous() for name, value in state.items()}, unfinished / "model.safetensors")
+    unfinished.rename(folder)

@@ -47,6 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-bytes", type=int, default=32768, help="small, so that even this model needs several")
     parser.add_argument("--kubeconfig", help="default: the pod's service account, or KUBECONFIG")
     parser.add_argument("--progress", type=Path, default=Path(env("RLFLEET_PROGRESS_FILE", os.devnull)))
+    parser.add_argument("--checkpoint", type=Path, help="folder to create with the final weights")
     parser.add_argument("--stay", action="store_true", help="after the last step keep the sender up until SIGTERM")
     return parser.parse_args()
 
@@ -83,7 +84,7 @@ def main() -> int:
             )
             rollouts = stack.enter_context(RolloutClient(arguments.router))
             progress = stack.enter_context(arguments.progress.open("a"))
-            curve = train(settings, rollouts, fleet.publish, progress)
+            curve = train(settings, rollouts, fleet.publish, progress, arguments.checkpoint)
             if curve:
                 print(f"mean reward: first {curve[0]:.3f}, last {curve[-1]:.3f}", flush=True)
             while arguments.stay:
