@@ -1,0 +1,190 @@
+"""The engine pod: what is added to the user's template, what is refused, and what counts as outdated."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from rlfleet.plan import template
+from rlfleet.plan.pods import build_pod
+from rlfleet.plan.template import InvalidPool
+from tests.plan.pool_kit import pool
+
+KEYS = {"kid": "key"}
+
+
+def build(p: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    return build_pod(p, index, f"a-{index}-00000", public_keys=KEYS)
+
+
+def env(container: dict[str, Any]) -> dict[str, Any]:
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]}
+
+
+def engine(pod: dict[str, Any]) -> dict[str, Any]:
+    return next(c for c in pod["spec"]["containers"] if c["name"] == "engine")
+
+
+def gate(pod: dict[str, Any]) -> dict[str, Any]:
+    return next(c for c in pod["spec"]["initContainers"] if c["name"] == "gate")
+
+
+def test_gate_is_a_native_sidecar_that_guards_the_start_of_the_engine() -> None:
+    pod = build(pool(pod_spec={"containers": [{"name": "engine"}], "initContainers": [{"name": "fetch"}]}))
+    assert [c["name"] for c in pod["spec"]["initContainers"]] == ["fetch", "gate"]
+    sidecar = gate(pod)
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["startupProbe"]["httpGet"] == {"path": "/startupz", "port": 9440}
+    assert sidecar["startupProbe"]["failureThreshold"] * sidecar["startupProbe"]["periodSeconds"] >= 3600
+    assert sidecar["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": 9440}
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert json.loads(env(sidecar)["RLFLEET_PUBLIC_KEYS"]) == KEYS
+
+
+def test_identity_wins_over_the_template_and_the_template_is_left_alone() -> None:
+    p = pool(
+        pod_spec={
+            "containers": [{"name": "engine", "env": [{"name": "MINE", "value": "1"}]}],
+            "restartPolicy": "Always",
+        }
+    )
+    p["spec"]["source"]["template"]["metadata"] = {"labels": {"app": "x", "rlfleet.dev/pool": "other"}}
+    before = copy.deepcopy(p)
+    pod = build(p, 1)
+    assert p == before
+    assert pod["metadata"]["labels"]["rlfleet.dev/pool"] == "a"
+    assert pod["metadata"]["labels"]["rlfleet.dev/engine-index"] == "1"
+    assert pod["metadata"]["labels"]["app"] == "x"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    owner = pod["metadata"]["ownerReferences"][0]
+    assert owner["uid"] == "pool-uid"
+    assert owner["controller"]
+    assert owner["blockOwnerDeletion"]
+    names = [e["name"] for e in engine(pod)["env"]]
+    assert names[0] == "RLFLEET_POD_IP"
+    assert names[-1] == "MINE", "ours come first, so that the user's may refer to them"
+    assert env(engine(pod))["RLFLEET_ENGINE_NAME"] == "a-1"
+
+
+def test_volumes_and_probes_of_the_engine() -> None:
+    pod = build(pool(gate={"image": "g", "stagingMiB": 96, "port": 9440}))
+    volumes = {v["name"]: v["emptyDir"] for v in pod["spec"]["volumes"]}
+    assert volumes["rlfleet-staging"] == {"medium": "Memory", "sizeLimit": "96Mi"}
+    assert volumes["rlfleet-state"] == {}
+    mounts = {m["name"]: m for m in engine(pod)["volumeMounts"]}
+    assert mounts["rlfleet-staging"]["readOnly"] is True
+    assert "rlfleet-state" not in mounts, "the engine has no business in the gate's records"
+    assert env(engine(pod))["RLFLEET_STAGING_DIR"] == mounts["rlfleet-staging"]["mountPath"]
+    assert env(gate(pod))["RLFLEET_STAGING_LIMIT_BYTES"] == str(96 * 2**20)
+    assert engine(pod)["startupProbe"]["httpGet"] == {"path": "/model_info", "port": 30000}
+
+
+def test_users_own_startup_probe_and_gpu_request_stay() -> None:
+    own = {"name": "engine", "startupProbe": {"exec": {}}, "resources": {"limits": {"nvidia.com/gpu": "4"}}}
+    pod = build(pool(pod_spec={"containers": [own]}))
+    assert engine(pod)["startupProbe"] == {"exec": {}}
+    assert engine(pod)["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
+
+
+def test_gpus_are_asked_of_the_scheduler() -> None:
+    pod = build(pool(engine={"type": "SGLang", "port": 30000, "gpusPerEngine": 2}))
+    assert engine(pod)["resources"] == {"limits": {"nvidia.com/gpu": "2"}, "requests": {"nvidia.com/gpu": "2"}}
+
+
+@pytest.mark.parametrize(("limits", "expected"), [({"memory": "2Gi"}, dict), ({"cpu": "1"}, str), (None, str)])
+def test_memory_limit_of_the_gate_is_told_only_if_there_is_one(limits: dict[str, str] | None, expected: type) -> None:
+    resources = {"limits": limits} if limits else None
+    told = env(gate(build(pool(gate={"image": "g", "resources": resources}))))["RLFLEET_MEMORY_LIMIT_BYTES"]
+    assert isinstance(told, expected)
+    if expected is str:
+        assert told == "0"
+    else:
+        assert told["resourceFieldRef"]["containerName"] == "gate"
+
+
+PINNED = {
+    "mode": "Pinned",
+    "devices": [{"node": "n0", "devices": ["g2", "g1", "g3"]}, {"node": "n1", "devices": ["h1", "h2"]}],
+}
+
+
+def test_pinned_engines_get_slices_of_the_list_that_never_span_nodes() -> None:
+    p = pool(placement=PINNED, engine={"type": "SGLang", "port": 30000, "gpusPerEngine": 2})
+    assert [(a.node, a.devices) for a in template.assignments(p)] == [("n0", ("g1", "g2")), ("n1", ("h1", "h2"))]
+    pod = build(p, 1)
+    assert env(engine(pod))["NVIDIA_VISIBLE_DEVICES"] == "h1,h2"
+    assert env(gate(pod))["RLFLEET_DEVICES"] == "h1,h2"
+    assert "resources" not in engine(pod), "the scheduler is not asked for devices that we hand out"
+    with pytest.raises(InvalidPool, match=r"placement\.devices has room for 2 engines, not for index 2"):
+        build(p, 2)
+
+
+def test_pinned_node_is_required_in_every_alternative_of_the_users_affinity() -> None:
+    terms = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [z]}]} for z in ("z1", "z2")]
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+    p = pool(placement=PINNED, pod_spec={"containers": [{"name": "engine"}], "affinity": affinity})
+    before = copy.deepcopy(p)
+    node = build(p)["spec"]["affinity"]["nodeAffinity"]
+    found = node["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert [[e["key"] for e in t["matchExpressions"]] for t in found] == [["zone", "kubernetes.io/hostname"]] * 2
+    assert found[0]["matchExpressions"][1]["values"] == ["n0"]
+    assert p == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"containers": [{"name": "main"}]}, r"exactly one container named 'engine' \(found: main\)"),
+        ({"containers": [{"name": "engine"}, {"name": "gate"}]}, "container name 'gate' is the operator's"),
+        ({"containers": [{"name": "engine", "env": [{"name": "RLFLEET_POOL"}]}]}, r"RLFLEET_\* are the operator's"),
+        ({"containers": [{"name": "engine"}], "volumes": [{"name": "rlfleet-state"}]}, r"volumes\[0\]\.name"),
+        (
+            {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/var/lib/rlfleet/staging/x"}]}]},
+            "mountPath",
+        ),
+        ({"containers": [{"image": "x"}]}, r"containers\[0\] needs a name"),
+        ({"containers": "engine"}, "must be a list"),
+    ],
+)
+def test_templates_that_cannot_become_engine_pods_are_refused_by_field(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidPool, match=message):
+        build(pool(pod_spec=spec))
+
+
+def test_ports_must_differ_and_pinned_must_not_ask_the_scheduler() -> None:
+    with pytest.raises(InvalidPool, match="both 30000"):
+        build(pool(gate={"image": "g", "port": 30000}))
+    asks = {"containers": [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]}
+    with pytest.raises(InvalidPool, match="placement Pinned"):
+        build(pool(placement=PINNED, pod_spec=asks))
+    sets = {"containers": [{"name": "engine", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}]}
+    with pytest.raises(InvalidPool, match="NVIDIA_VISIBLE_DEVICES"):
+        build(pool(placement=PINNED, pod_spec=sets))
+
+
+def test_hash_moves_with_what_shapes_a_pod_and_with_nothing_else() -> None:
+    base = template.template_hash(pool())
+    assert template.template_hash(pool(replicas=9, routers=[{"name": "r"}], pipeline="other")) == base
+    assert template.template_hash(pool(gate={"image": "rlfleet:2", "stagingMiB": 64})) != base
+    assert template.template_hash(pool(pod_spec={"containers": [{"name": "engine", "image": "other"}]})) != base
+
+
+def test_hash_of_version_one_is_frozen() -> None:
+    # Pods in users' clusters bear it: another value here would mark all of them outdated after an upgrade.
+    assert template.template_hash(pool()) == "v1-da0c8332a8c9c0a7"
+
+
+def test_outdated() -> None:
+    p = pool()
+    current = template.template_hash(p)
+    assert not template.is_outdated(p, current, "", 0)
+    assert template.is_outdated(p, "v1-0123456789abcdef", "", 0)
+    assert not template.is_outdated(p, "v9-0123456789abcdef", "", 0), "a hash of a newer operator says nothing to us"
+    pinned = pool(placement=PINNED)
+    slot = template.assignments(pinned)[0].text
+    assert not template.is_outdated(pinned, template.template_hash(pinned), slot, 0)
+    assert template.is_outdated(pinned, template.template_hash(pinned), "n0/g9", 0)

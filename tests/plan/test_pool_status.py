@@ -1,0 +1,160 @@
+"""The status of a pool: counts, versions, bounded lists, conditions that say unknown where it is unknown."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.enginepool import EnginePoolStatus, EngineState
+from rlfleet.plan.lifecycle import Derived, derive
+from rlfleet.plan.pool_status import Observed, Problem, Row, build_status, ranges
+from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
+
+S = EngineState
+R = frozenset({"r"})
+NOW = "2026-01-01T00:00:00Z"
+
+
+def row(index: int, *, answered: bool = True, **status: Any) -> Row:
+    found = gate(**({"routed": {"r": True}} | status))
+    pod = fact(index)
+    derived = derive(pod, found if answered else None, committed=COMMITTED, routers=R, previous=S.ACTIVE)
+    return Row(pod, derived, found, answered)
+
+
+def status(*rows: Row, replicas: int | None = None, old: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "generation": 3,
+        "replicas": len(rows) if replicas is None else replicas,
+        "rows": rows,
+        "pool": "a",
+        "routers": R,
+        "template_hash": "v1-x",
+        "committed": COMMITTED,
+    }
+    return build_status(Observed(**(values | more)), old or {}, now=NOW)
+
+
+def condition(found: dict[str, Any], type_: str) -> tuple[str, str]:
+    c = next(c for c in found["conditions"] if c["type"] == type_)
+    return c["status"], c["reason"]
+
+
+def test_healthy_pool() -> None:
+    found = status(row(0), row(1))
+    assert found["counts"]["active"] == 2
+    assert found["versions"] == [{"version": 12, "engines": "0-1"}]
+    assert found["selector"] == "rlfleet.dev/pool=a"
+    assert condition(found, "Ready") == ("True", "AllEnginesActive")
+    assert condition(found, "AdmissionOpen") == ("True", "EnginesOpen")
+    assert condition(found, "VersionConsistent") == ("True", "VersionsAgree")
+    assert condition(found, "Degraded") == ("False", "AsExpected")
+    assert condition(found, "Progressing") == ("False", "Idle")
+    engine = found["engines"][0]
+    assert (engine["state"], engine["version"], engine["fence"], engine["routed"]) == ("Active", 12, 5, True)
+    assert "failure" not in engine
+
+
+def test_empty_pool_is_ready() -> None:
+    found = status(replicas=0)
+    assert condition(found, "Ready") == ("True", "NoEngines")
+    assert condition(found, "AdmissionOpen") == ("False", "NoEngines")
+
+
+def test_silent_gate_is_unknown_and_never_not_routed() -> None:
+    found = status(row(0), row(1, answered=False))
+    assert "routed" not in found["engines"][1]
+    assert found["engines"][1]["state"] == "Active"
+    assert found["engines"][1]["failure"].startswith("GatesUnreachable")
+    assert condition(found, "Ready") == ("Unknown", "GatesUnreachable")
+    assert condition(found, "VersionConsistent") == ("Unknown", "GatesUnreachable")
+    assert condition(found, "AdmissionOpen") == ("True", "EnginesOpen")
+    assert condition(status(row(0, answered=False)), "AdmissionOpen") == ("Unknown", "GatesUnreachable")
+
+
+def test_engines_open_with_other_weights_are_said() -> None:
+    found = status(row(0), row(1, holds=(11, OLD_DIGEST)))
+    assert condition(found, "VersionConsistent") == ("False", "VersionsDiffer")
+    assert condition(found, "Degraded") == ("True", "EnginesQuarantined")
+    assert condition(found, "Ready") == ("False", "EnginesNotActive")
+
+
+def test_missing_pods_count_as_pending_and_pipeline_not_found_is_said() -> None:
+    found = status(replicas=3, pipeline_found=False)
+    assert found["counts"]["pending"] == 3
+    assert condition(found, "Ready") == ("False", "PipelineNotFound")
+    assert condition(found, "Degraded") == ("True", "PipelineNotFound")
+
+
+def test_engines_that_wait_for_a_round_say_so() -> None:
+    waiting = row(0, holds=None, routed={"r": False})
+    assert condition(status(waiting), "Ready") == ("False", "AwaitingRound")
+    assert "failure" not in status(waiting)["engines"][0]
+
+
+def test_problems_and_waits_show() -> None:
+    found = status(row(0), problems=(Problem(Reason.INVALID_SPEC, "spec.gate.image is missing"),))
+    assert condition(found, "Ready") == ("False", "InvalidSpec")
+    assert condition(found, "Degraded") == ("True", "InvalidSpec")
+    waits = status(row(0), waits=((Reason.ROUND_IN_PROGRESS, "later"),))
+    assert condition(waits, "Progressing") == ("True", "RoundInProgress")
+
+
+def test_outdated_pods_are_counted() -> None:
+    r = row(0)
+    found = status(Row(r.pod, r.derived, r.gate, r.answered, outdated=True), row(1))
+    assert condition(found, "TemplateOutdated") == ("True", "TemplateChanged")
+
+
+def test_same_observation_same_status_so_that_nothing_is_written() -> None:
+    rows = [row(0), row(1, answered=False)]
+    first = status(*rows)
+    again = build_status(
+        Observed(3, 2, tuple(reversed(rows)), "a", R, "v1-x", COMMITTED), first, now="2027-01-01T00:00:00Z"
+    )
+    assert again == first
+
+
+def test_large_pools_list_only_what_is_not_as_it_should_be() -> None:
+    rows = [row(i) for i in range(500)]
+    rows[77] = Row(rows[77].pod, Derived(S.FAILED, Reason.POD_FAILED, "exit 1"), None, False)
+    found = status(*rows)
+    assert [e["index"] for e in found["engines"]] == [77]
+    assert found["versions"] == [{"version": 12, "engines": "0-76,78-499"}]
+    assert found["counts"]["active"] == 499
+
+
+@given(st.sets(st.integers(0, 1023)))
+def test_ranges_are_lossless_and_minimal(indices: set[int]) -> None:
+    text = ranges(indices)
+    parts = [p.split("-") for p in text.split(",")] if text else []
+    back = [i for p in parts for i in range(int(p[0]), int(p[-1]) + 1)]
+    assert back == sorted(indices)
+    assert all(int(b[0]) > int(a[-1]) + 1 for a, b in itertools.pairwise(parts))
+    assert len(text) <= 8192
+
+
+ROWS = st.lists(
+    st.builds(
+        row,
+        st.integers(0, 1023),
+        answered=st.booleans(),
+        paused=st.sampled_from([True, False, None]),
+        holds=st.sampled_from([None, (12, COMMITTED.manifest_digest), (11, OLD_DIGEST)]),
+        routed=st.sampled_from([{}, {"r": True}, {"r": None}]),
+    ),
+    max_size=70,
+    unique_by=lambda r: r.pod.index,
+)
+
+
+@given(ROWS, st.integers(0, 1024), st.booleans())
+def test_any_observation_gives_a_status_that_the_schema_takes(rows: list[Row], replicas: int, found: bool) -> None:
+    built = status(*rows, replicas=replicas, pipeline_found=found)
+    parsed = EnginePoolStatus.model_validate(built)
+    assert len(parsed.engines) <= 64
+    assert len(built["conditions"]) == 6
