@@ -23,6 +23,7 @@ from rlfleet.api.wire import (
     OpenOrder,
     OperationRequest,
     OperationState,
+    PauseMode,
     PauseOrder,
     PrepareOrder,
     PublishOrder,
@@ -78,6 +79,13 @@ async def pause(ctx: GateContext, request: OperationRequest) -> Result:
     """Pause and verify; then operations whose effect was unknown are settled, if the engine is proven idle."""
     order = request.order
     assert isinstance(order, PauseOrder)
+    await pause_engine(ctx, order.mode, drain_seconds=order.drain_seconds)
+    await _settle_by_pause(ctx)
+    return {"paused": True}
+
+
+async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float) -> None:
+    """Pause and verify, then record it."""
     try:
         if not ctx.store.seen_admitting:
             if not await ctx.engine.adapter.heal_readiness(HEAL_SECONDS):
@@ -86,12 +94,10 @@ async def pause(ctx: GateContext, request: OperationRequest) -> Result:
                     "the engine has not been ready since the last resume, so a pause could not be told from that",
                 )
             ctx.store.seen_admitting = True
-        await ctx.engine.adapter.pause(order.mode, drain_seconds=order.drain_seconds)
+        await ctx.engine.adapter.pause(mode, drain_seconds=drain_seconds)
     except CallError as e:
         raise engine_failure("pause", e) from e
     ctx.store.paused = True
-    await _settle_by_pause(ctx)
-    return {"paused": True}
 
 
 async def _settle_by_pause(ctx: GateContext) -> None:

@@ -17,6 +17,7 @@ from rlfleet.api.wire import (
 )
 from rlfleet.engine import View, make_adapter
 from rlfleet.gate.admission import AdmissionControl
+from rlfleet.gate.closing import UnprovenCloser
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.links import EngineLink, Routers
@@ -53,25 +54,27 @@ class Gate:
         self.admission = AdmissionControl(config, self.store, self.is_closed)
         self.startup = StartupPromise(self.store, self.ctx.routers, config.router_quiet_seconds)
         self._on_fatal = on_fatal
-        self._promise: asyncio.Task[None] | None = None
+        self._closer = UnprovenCloser(self.store, self.ctx.engine, self.operations)
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Recover, and begin to keep the start-up promise."""
         self.operations.recover()
         await asyncio.to_thread(self.ctx.area.recover, self.store.staging)
         self.ctx.metrics.fence.set(self.store.fence.generation)
-        self._promise = asyncio.create_task(self.startup.run())
-        self._promise.add_done_callback(self._promise_ended)
+        self._tasks = [asyncio.create_task(self.startup.run()), asyncio.create_task(self._closer.run())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
-    def _promise_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_fatal(error)
 
     async def stop(self) -> None:
         """End what runs, close connections. Engine and routers are not touched: only an explicit order closes."""
-        if self._promise is not None:
-            self._promise.cancel()
-            await asyncio.gather(self._promise, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.operations.stop(STOP_SECONDS)
         await self.ctx.engine.close()
         await self.ctx.routers.close()

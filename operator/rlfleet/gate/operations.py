@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlfleet.api.fencing import Fence
-from rlfleet.api.wire import ErrorBody, ErrorReason, OperationRecord, OperationRequest, OperationState
+from rlfleet.api.wire import ErrorBody, ErrorReason, OperationRecord, OperationRequest, OperationState, PauseMode
 from rlfleet.gate import actions, loads
 from rlfleet.gate.actions import Action, no_check
 from rlfleet.gate.context import GateContext
@@ -112,6 +112,20 @@ class Operations:
             self._current = record
             self._task = asyncio.create_task(self._run(action, request, record))
             return record, True
+
+    async def close_unproven(self) -> bool:
+        """Pause an engine whose weights nobody has proven; True: it is proven paused now.
+
+        Does nothing while an operation runs, is unsettled, or proof is there: then orders decide.
+        """
+        async with self._starting:
+            store = self._ctx.store
+            if store.holds is not None or self._current is not None or store.unsettled():
+                return False
+            if await actions.is_paused(self._ctx) is not True:
+                await actions.pause_engine(self._ctx, PauseMode.RETRACT, drain_seconds=0)
+                log.info("engine closed: nothing proves its weights yet")
+            return True
 
     def _refuse_if_uncertain(self, kind: str) -> None:
         if kind in SAFE_KINDS:

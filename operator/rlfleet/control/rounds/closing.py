@@ -22,6 +22,7 @@ from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.ledger import RoundGone
+from rlfleet.kube.events import EventType
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, abort, conclude, unfenced
 
@@ -343,7 +344,7 @@ class Closing:
             },
         )
         if self.ledger.round is not None:
-            kind = "Normal" if outcome == "Succeeded" else "Warning"
+            kind: EventType = "Normal" if outcome == "Succeeded" else "Warning"
             self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
         self.ctx.metrics.round_finished(outcome)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)

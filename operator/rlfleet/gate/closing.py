@@ -1,0 +1,44 @@
+"""A fresh engine is closed before anybody can be served by it.
+
+Invariant (DESIGN section 5, Closed): an engine whose weights nothing proves is paused by its gate, without being told:
+base weights are no policy, and a pool without a router has no other door to keep shut. Only a resume, which the gate's
+own record must allow, opens it. The same holds for an engine whose label took its proof away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rlfleet.calls import CallError
+from rlfleet.gate.errors import GateError
+from rlfleet.gate.links import EngineLink
+from rlfleet.gate.operations import Operations
+from rlfleet.gate.store import Store
+
+log = logging.getLogger(__name__)
+
+#: Seconds between looks while the engine is still starting, and while it is closed or proven.
+START_SECONDS = 0.2
+LOOK_SECONDS = 2.0
+
+
+class UnprovenCloser:
+    """Keeps an unproven engine closed for as long as the gate lives."""
+
+    def __init__(self, store: Store, engine: EngineLink, operations: Operations) -> None:
+        self._store = store
+        self._engine = engine
+        self._operations = operations
+
+    async def run(self) -> None:
+        """Look again and again; an engine that does not answer yet is looked at sooner."""
+        while True:
+            settled = self._store.holds is not None
+            if not settled and self._store.incarnation is not None:
+                try:
+                    _, report = await self._engine.observe(busy=self._operations.in_flight is not None)
+                    settled = report.model is not None and await self._operations.close_unproven()
+                except (CallError, GateError) as e:
+                    log.warning("the engine could not be closed yet: %s", e)
+            await asyncio.sleep(LOOK_SECONDS if settled else START_SECONDS)
