@@ -148,12 +148,6 @@ class WorkQueue:
             heapq.heappush(self._delayed, (due, entry.ticket, key))
             self._wake.set()
 
-    def forget(self, key: QueueKey) -> None:
-        """Drop what is known of a key whose object is gone: waiting runs and failures."""
-        self._waiting.pop(key, None)
-        self._again.pop(key, None)
-        self._failures.pop(key, None)
-
     @property
     def failures(self) -> int:
         """Keys whose latest run failed."""
