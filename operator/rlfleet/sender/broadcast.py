@@ -89,8 +89,11 @@ class Broadcast:
             failure: BaseException | None = None
             try:
                 result = self._work()
+            except Refused as e:
+                # A new one: the traceback would keep the group and its port alive until somebody drops it.
+                failure = Refused(e.reason, e.message)
             except BaseException as e:  # noqa: BLE001 handed to the operation's record
-                failure = e
+                failure = e.with_traceback(None)
             try:
                 loop.call_soon_threadsafe(settle, result, failure)
             except RuntimeError:
@@ -99,6 +102,10 @@ class Broadcast:
         # A daemon: a trainer that exits does not wait for receivers that never come.
         threading.Thread(target=work, name="rlfleet-broadcast", daemon=True).start()
         return await done
+
+    def close(self) -> None:
+        """Give the port back if ``run`` never got to use it."""
+        self._listener.close()
 
     def _work(self) -> dict[str, object]:
         order = self._order

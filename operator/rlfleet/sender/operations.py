@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlfleet.api import wire
 from rlfleet.sender.errors import Refused
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 #: Ended operations that are remembered.
 MAX_ENDED = 1024
 
-Run = Callable[[], Awaitable[dict[str, Any]]]
+Run = Callable[[], Awaitable[dict[str, object]]]
 
 
 @dataclass(slots=True)
@@ -32,6 +31,7 @@ class _Entry:
     record: wire.OperationRecord
     order: str
     cancellable: bool
+    cleanup: Callable[[], None]
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,8 +85,10 @@ class Operations:
         running.task.cancel()
         await running.ended.wait()
 
-    def start(self, request: wire.SenderOperationRequest, run: Run, *, cancellable: bool) -> wire.OperationRecord:
-        """Begin an operation that ``known`` does not know, after ``make_room``."""
+    def start(
+        self, request: wire.SenderOperationRequest, run: Run, cleanup: Callable[[], None], *, cancellable: bool
+    ) -> wire.OperationRecord:
+        """Begin an operation that ``known`` does not know, after ``make_room``. ``cleanup`` runs at its end."""
         assert self._running is None
         record = wire.OperationRecord(
             id=request.id,
@@ -97,10 +99,12 @@ class Operations:
             state=wire.OperationState.RUNNING,
             started_ms=int(time.time() * 1000),
         )
-        entry = _Entry(record, order_hash(request), cancellable)
+        entry = _Entry(record, order_hash(request), cancellable, cleanup)
         self._entries[request.id] = entry
         self._running = request.id
         entry.task = asyncio.get_running_loop().create_task(self._carry(entry, run))
+        # A task that is cancelled before its first step runs nothing of its body, not even its end.
+        entry.task.add_done_callback(lambda _: self._stopped(entry))
         return record
 
     def record_failure(self, request: wire.SenderOperationRequest, error: Refused) -> wire.OperationRecord:
@@ -117,7 +121,7 @@ class Operations:
             started_ms=now,
             ended_ms=now,
         )
-        entry = _Entry(record, order_hash(request), cancellable=False)
+        entry = _Entry(record, order_hash(request), cancellable=False, cleanup=lambda: None)
         entry.ended.set()
         self._entries[request.id] = entry
         self._on_end(record)
@@ -128,14 +132,18 @@ class Operations:
         try:
             self._end(entry, result=await run())
         except asyncio.CancelledError:
-            self._end(entry, error=Refused(wire.ErrorReason.TRANSPORT_FAILED, "stopped: a later operation took over"))
+            self._stopped(entry)
         except Refused as e:
             self._end(entry, error=e)
         except Exception as e:
             log.exception("operation %s (%s) failed in a way that has no word", entry.record.id, entry.record.kind)
             self._end(entry, error=Refused(wire.ErrorReason.INTERNAL, f"{type(e).__name__}: {e}"))
 
-    def _end(self, entry: _Entry, *, result: dict[str, Any] | None = None, error: Refused | None = None) -> None:
+    def _stopped(self, entry: _Entry) -> None:
+        if not entry.ended.is_set():
+            self._end(entry, error=Refused(wire.ErrorReason.TRANSPORT_FAILED, "stopped: a later operation took over"))
+
+    def _end(self, entry: _Entry, *, result: dict[str, object] | None = None, error: Refused | None = None) -> None:
         entry.record = entry.record.model_copy(
             update={
                 "state": wire.OperationState.SUCCEEDED if error is None else wire.OperationState.FAILED,
@@ -144,6 +152,7 @@ class Operations:
                 "ended_ms": int(time.time() * 1000),
             }
         )
+        entry.cleanup()
         self._running = None
         entry.task = None
         entry.ended.set()

@@ -8,9 +8,11 @@ silence the sender (as long as it lets go of the interpreter now and then).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from aiohttp import web
@@ -24,7 +26,7 @@ from rlfleet.sender.access import Access
 from rlfleet.sender.cache import Weights
 from rlfleet.sender.errors import Refused
 from rlfleet.sender.metrics import Metrics
-from rlfleet.sender.operations import Operations
+from rlfleet.sender.operations import Operations, Run
 from rlfleet.sender.slots import Hold, Slots
 
 log = logging.getLogger(__name__)
@@ -245,24 +247,20 @@ class Server:
 
     def _start(self, body: wire.SenderOperationRequest) -> wire.OperationRecord:
         order = body.order
-        # From here on these bytes stay as they are, even if the hold ends while they travel.
-        reading = self._slots.reading(order.manifest_digest)
-        weights = reading.__enter__()
-        try:
+        with ExitStack() as stack:
+            # From here on these bytes stay as they are, even if the hold ends while they travel.
+            weights = stack.enter_context(self._slots.reading(order.manifest_digest))
             if isinstance(order, wire.PushOrder):
-                moving: Awaitable[dict[str, object]] = push.push(weights, order, body.operation)
+                run: Run = functools.partial(push.push, weights, order, body.operation)
             else:
-                moving = broadcast.Broadcast(weights, order, self._backends).run()
-        except Refused as e:
-            reading.__exit__(None, None, None)
-            if e.reason is not wire.ErrorReason.TRANSPORT_FAILED:
-                raise
-            return self._operations.record_failure(body, e)
-
-        async def run() -> dict[str, object]:
-            try:
-                return await moving
-            finally:
-                reading.__exit__(None, None, None)
-
-        return self._operations.start(body, run, cancellable=isinstance(order, wire.PushOrder))
+                try:
+                    moving = broadcast.Broadcast(weights, order, self._backends)
+                except Refused as e:
+                    if e.reason is not wire.ErrorReason.TRANSPORT_FAILED:
+                        raise
+                    return self._operations.record_failure(body, e)
+                stack.callback(moving.close)
+                run = moving.run
+            return self._operations.start(
+                body, run, stack.pop_all().close, cancellable=isinstance(order, wire.PushOrder)
+            )
