@@ -21,6 +21,7 @@ from rlfleet.plan.verdicts import (
     agree,
     conclude,
     enter,
+    to_replace,
     unfenced,
     verdict,
 )
@@ -191,3 +192,20 @@ def test_where_a_takeover_enters() -> None:
     }
     for phase, entry in expected.items():
         assert table[phase, False, True] is entry
+
+
+def test_only_poisoned_pods_of_ours_are_replaced_and_only_if_asked() -> None:
+    failed, whole = load(state=OperationState.FAILED), load(published=True)
+    engines = [
+        engine("poisoned", gate(loads=(failed,))),
+        engine("loaded-unpublished", gate(loads=(load(),))),
+        engine("whole", gate(loads=(whole,), holds=(1, DIGEST_A))),
+        engine("healed", gate(loads=(failed, whole), holds=(1, DIGEST_A))),
+        engine("fresh", gate()),
+        engine("working", gate(loads=(failed,), in_flight="x")),
+        engine("silent", None),
+        engine("foreign", gate(loads=(failed,)), owned=False),
+        engine("leaving", gate(loads=(failed,)), leaving=True),
+    ]
+    assert to_replace(engines, on_failure="Replace") == ("poisoned", "loaded-unpublished")
+    assert to_replace(engines, on_failure="Hold") == ()

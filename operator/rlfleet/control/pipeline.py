@@ -33,11 +33,12 @@ from rlfleet.control.rounds.ledger import (
 from rlfleet.control.rounds.orphan import settle_orphan
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
-from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
+from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, triage
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.verdicts import to_replace
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -119,6 +120,9 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
     await view.write_if_changed(todo.why, trouble=_last_trouble(pipeline, rounds))
 
+    if todo.waiting is None:
+        await _replace_poisoned(ctx, ledger, view)
+
     # 6. history
     await _trim(ctx, ledger, [r for r in rounds if is_terminal(r)])
     if todo.waiting is not None:
@@ -168,6 +172,19 @@ def _last_trouble(pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None
     if not failure or (obj or {}).get("status", {}).get("outcome") != "Failed":
         return None
     return Reason.parse(failure["reason"]), f"round {last} failed in {failure['stage']}: {failure['message']}"
+
+
+async def _replace_poisoned(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
+    """Between rounds, delete pods that a round poisoned; their pool makes new ones (closed until the next round)."""
+    for name in to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"]):
+        engine = view.fleet.engines[name]
+        message = f"{name}: a load began and nothing proves what its engine holds; the pod is replaced"
+        try:
+            await ledger.kube.delete(PODS, ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
+        except (NotFound, Conflict):
+            continue
+        log.warning(message, extra={"pipeline": f"{ledger.namespace}/{ledger.name}"})
+        ctx.events.record(ledger.pipeline, "Warning", Reason.POISONED.value, message, action="Replace")
 
 
 async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:

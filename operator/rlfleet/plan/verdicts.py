@@ -225,3 +225,25 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
         else:
             close.append(m.engine)
     return AbortPlan(tuple(resume), tuple(close))
+
+
+def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]:
+    """Poisoned engines that make room for new ones between rounds (``onFailure: Replace``, pods that we own).
+
+    Poisoned: a load began, and nothing proves what the engine holds now. With ``Hold`` it stays closed, and the next
+    round takes it along.
+    """
+    if on_failure != "Replace":
+        return ()
+    return tuple(
+        e.name
+        for e in engines
+        if e.owned
+        and not e.gone
+        and not e.leaving
+        and e.status is not None
+        and not e.status.in_flight
+        and e.status.holds is None
+        and e.status.loads
+        and not e.status.loads[-1].published
+    )

@@ -54,8 +54,16 @@ def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
 
 
 def is_gone(pod: Mapping[str, Any]) -> bool:
-    """All containers of the pod have ended for good (its engine serves nobody any more)."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    """The pod's engine has ended for good: the pod has finished, or its engine container has and never restarts."""
+    status = pod.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return True
+    if pod["spec"].get("restartPolicy") != "Never":
+        return False
+    engine: Mapping[str, Any] = next(
+        (c for c in status.get("containerStatuses") or [] if c.get("name") == "engine"), {}
+    )
+    return "terminated" in (engine.get("state") or {})
 
 
 def engine_of(pod: Mapping[str, Any]) -> Engine:
