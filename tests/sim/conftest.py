@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,38 @@ class Engine:
 StartEngine = Callable[..., Engine]
 
 
-@pytest.fixture
-def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
-    """Start engines: ``start_engine("numpy", "--flag", ...)``; all are stopped after the test."""
+@contextmanager
+def engine_starter(directory: Path) -> Iterator[StartEngine]:
     engines: list[Engine] = []
 
     def start(backend: str = "numpy", *arguments: str) -> Engine:
-        engine = Engine(backend, list(arguments), tmp_path / f"engine-{len(engines)}.log")
+        engine = Engine(backend, list(arguments), directory / f"engine-{len(engines)}.log")
         engines.append(engine)
         return engine.wait_up()
 
-    yield start
-    for engine in engines:
-        engine.close()
+    try:
+        yield start
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
+    """Start engines: ``start_engine("numpy", "--flag", ...)``; all are stopped after the test."""
+    with engine_starter(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def _module_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with engine_starter(tmp_path_factory.mktemp("engine")) as start:
+        yield start("numpy")
+
+
+@pytest.fixture
+def shared_engine(_module_engine: Engine) -> Iterator[Engine]:
+    """One numpy engine for all tests of a module that change no weights; it is unpaused after each."""
+    yield _module_engine
+    assert _module_engine.post("/continue_generation").status_code == 200
+    _module_engine.post("/end_weight_update")  # refused when no session is open

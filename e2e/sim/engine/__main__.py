@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from e2e.sim.model import MODELS, ModelConfig, initial_state, load_config
 from e2e.sim.model_numpy import NumpyModel
@@ -49,6 +50,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
     return parser.parse_args()
+
+
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """False for what is not HTTP at all: routers probe every new worker for gRPC, and are answered 400."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
 
 
 def _fatal(message: str) -> None:
@@ -132,6 +138,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Parse arguments and serve until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("aiohttp.server").addFilter(_worth_logging)
     sys.setswitchinterval(0.001)  # the event loop must not wait long behind decode steps
     asyncio.run(_serve(_arguments()))
 
