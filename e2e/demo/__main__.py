@@ -24,6 +24,7 @@ from e2e.demo.stage import ClusterError, DemoError, Stage
 
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
+MINIMUM_VERSIONS = 6
 
 
 class Interrupted(BaseException):
@@ -46,12 +47,23 @@ def _clock() -> Callable[[str], None]:
     return say
 
 
+def _versions(text: str) -> int:
+    count = int(text)
+    if count < MINIMUM_VERSIONS:
+        raise argparse.ArgumentTypeError(f"must be at least {MINIMUM_VERSIONS}, or the reward has no time to rise")
+    return count
+
+
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.demo", description=__doc__)
-    parser.add_argument("--versions", type=int, default=30, help="versions to train and sync (default: 30)")
-    parser.add_argument(
-        "--unsynced-versions", type=int, default=10, help="versions of the leg without syncs (default: 10)"
-    )
+    for flag, default, text in (
+        ("--versions", 30, "versions to train and sync"),
+        ("--unsynced-versions", 10, "versions of the leg without syncs"),
+    ):
+        variable = "DEMO_" + flag[2:].replace("-", "_").upper()
+        parser.add_argument(
+            flag, type=_versions, default=os.environ.get(variable, str(default)), help=f"{text} ({variable}; {default})"
+        )
     parser.add_argument("--state", type=Path, help="an empty folder for everything (default: a temporary one)")
     parser.add_argument(
         "--keep", action="store_true", default=os.environ.get("KEEP") == "1", help="leave it running (or KEEP=1)"

@@ -7,6 +7,7 @@ round happens under requests.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class Leg:
         """The largest difference between engines' and recomputed log-probabilities; None without samples."""
         found = [float(line["logprobMaxDiff"]) for line in self.lines if "logprobMaxDiff" in line]
         found += [float(line["carried"]["logprobMaxDiff"]) for line in self.lines if "carried" in line]
-        return max(found, default=None)
+        # max() would lose a value that is not a number.
+        return next((value for value in found if math.isnan(value)), max(found, default=None))
 
     @property
     def crossing(self) -> int:

@@ -1,0 +1,92 @@
+"""Every command in README and docs is executed: the quickstart here, README's by e2e/scenarios and by this very run.
+
+The quickstart runs in a copy of the checkout, because its cluster lives in the checkout's own .cluster folder, which
+may be in use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LANGUAGES = {"", "bash", "python"}
+#: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
+_README = ["make demo\n", "make test\n"]
+_KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Fenced blocks of one language, in order."""
+    return [body for found, body in _BLOCK.findall(path.read_text()) if found == language]
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_no_command_hides_from_these_tests() -> None:
+    for page in pages():
+        languages = {language for language, _ in _BLOCK.findall(page.read_text())}
+        assert languages <= _LANGUAGES, f"{page}: commands stand in bash blocks, which are executed"
+        if page.name not in ("README.md", "quickstart.md") or page.parent.name == "decisions":
+            assert not blocks(page, "bash"), f"{page}: nothing executes its commands"
+    assert blocks(ROOT / "README.md", "bash") == _README
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in pages():
+        for target in re.findall(r"`(?:KEEP=1 )?make ([a-z-]+)`", page.read_text()):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.relative_to(ROOT)} names make {target}"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(480)
+def test_quickstart_works_as_written(tmp_path: Path) -> None:
+    checkout = tmp_path / "rlfleet"
+    # copy2 keeps the times: make must see that what is installed is up to date.
+    shutil.copytree(ROOT, checkout, ignore=lambda folder, names: [n for n in names if n in _KEPT], symlinks=True)
+    (checkout / ".venv").symlink_to(ROOT / ".venv")
+    script = "set -euo pipefail\n" + "\n".join(blocks(ROOT / "docs/quickstart.md", "bash"))
+    environment = {k: v for k, v in os.environ.items() if k not in ("KUBECONFIG", "PYTHONPATH", "MAKEFLAGS")}
+    process = subprocess.Popen(
+        ["bash", "-xc", script],
+        cwd=checkout,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=420)
+        assert process.returncode == 0, output[-8000:]
+        assert not (checkout / ".cluster").exists(), "make cluster-down left files"
+    finally:
+        if (checkout / ".cluster").exists():
+            print(_tail(checkout / ".cluster" / "operator.log"))
+            subprocess.run(["make", "cluster-down"], cwd=checkout, env=environment, check=False, timeout=60)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _tail(path: Path) -> str:
+    return path.read_text()[-4000:] if path.exists() else "(no operator.log)"
