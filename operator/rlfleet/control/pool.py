@@ -96,7 +96,6 @@ class PoolReconciler:
                 namespace,
                 name,
                 resource_version=pool["metadata"]["resourceVersion"],
-                uid=memory.uid,
                 finalizers=[*(pool["metadata"].get("finalizers") or []), labels.POOL_FINALIZER],
                 timeout=ctx.settings.api_timeout,
             )
@@ -292,7 +291,6 @@ class PoolReconciler:
             meta["namespace"],
             meta["name"],
             resource_version=meta["resourceVersion"],
-            uid=memory.uid,
             status=changes,
             timeout=ctx.settings.api_timeout,
         )
@@ -348,7 +346,6 @@ class PoolReconciler:
             meta["namespace"],
             meta["name"],
             resource_version=meta["resourceVersion"],
-            uid=memory.uid,
             finalizers=finalizers,
             timeout=ctx.settings.api_timeout,
         )

@@ -231,13 +231,13 @@ class KubeClient:
         resource_version: str,
         status: Mapping[str, Any],
         timeout: float,
-        uid: str | None = None,
     ) -> Obj:
         """Merge ``status`` into the object's status if it still is at ``resource_version``; else Conflict.
 
-        A value of None deletes its key; lists are replaced whole. ``uid`` refuses another object of the same name.
+        A value of None deletes its key; lists are replaced whole. A resourceVersion names one state of one object, so
+        another object of the same name is refused too.
         """
-        body = {"metadata": _precondition(resource_version, uid), "status": status}
+        body = {"metadata": _precondition(resource_version), "status": status}
         path = res.path(ns, name, "status")
         return await self._call(
             "patch", "PATCH", res, path, body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
@@ -251,13 +251,12 @@ class KubeClient:
         *,
         resource_version: str,
         timeout: float,
-        uid: str | None = None,
         finalizers: Sequence[str] | None = None,
         labels: Mapping[str, str | None] | None = None,
         annotations: Mapping[str, str | None] | None = None,
     ) -> Obj:
         """Change finalizers (the whole list), labels or annotations (None deletes) under ``resource_version``."""
-        metadata: Obj = _precondition(resource_version, uid)
+        metadata: Obj = _precondition(resource_version)
         if finalizers is not None:
             metadata["finalizers"] = [*finalizers]
         if labels is not None:
@@ -285,10 +284,9 @@ class KubeClient:
         resource_version: str,
         spec: Mapping[str, Any],
         timeout: float,
-        uid: str | None = None,
     ) -> Obj:
         """Merge ``spec`` under ``resource_version``."""
-        body = {"metadata": _precondition(resource_version, uid), "spec": spec}
+        body = {"metadata": _precondition(resource_version), "spec": spec}
         return await self._call(
             "patch", "PATCH", res, res.path(ns, name), body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
         )
@@ -310,7 +308,7 @@ class KubeClient:
             raise ValueError("delete needs the UID of the object that is meant")
         options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         if resource_version is not None:
-            options["preconditions"] |= _precondition(resource_version, None)
+            options["preconditions"] |= _precondition(resource_version)
         if propagation is not None:
             options["propagationPolicy"] = propagation
         if grace_seconds is not None:
@@ -502,10 +500,10 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return ({"labelSelector": labels} if labels else {}) | ({"fieldSelector": fields} if fields else {})
 
 
-def _precondition(resource_version: str, uid: str | None) -> Obj:
+def _precondition(resource_version: str) -> Obj:
     if not resource_version:
         raise ValueError("a fenced write needs the resourceVersion it was decided on")
-    return {"resourceVersion": resource_version} | ({"uid": uid} if uid else {})
+    return {"resourceVersion": resource_version}
 
 
 def _event(line: bytes, call: str) -> WatchEvent:
