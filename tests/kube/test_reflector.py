@@ -1,0 +1,256 @@
+"""The view: deletions that no watch told, own writes, versions that never go back, broken watches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.config import Credentials
+from rlfleet.kube.reflector import Change, Reflector
+from rlfleet.kube.resources import PODS, Resource
+from tests.kube.proxy import Mode, Proxy
+
+CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
+T = 10.0
+
+
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until ``condition()`` holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def running(view: Reflector) -> AsyncIterator[None]:
+    task = asyncio.create_task(view.run())
+    try:
+        async with asyncio.timeout(20):
+            await view.wait_synced()
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def obj(name: str, version: int, *, uid: str = "", labels: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "ns", "uid": uid or f"u-{name}", "resourceVersion": str(version)}
+    return {"metadata": metadata | ({"labels": labels} if labels else {}) | more}
+
+
+class Script:
+    """An apiserver that serves prepared lists, and watches that end as the test says."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.version = 1
+        self.lists = 0
+        self.streams: list[asyncio.Queue[dict[str, Any] | None]] = []
+        self.selector = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            self.lists += 1
+            self.selector = request.query.get("labelSelector", "")
+            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": self.items})
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.streams.append(queue)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while (event := await queue.get()) is not None:
+            await response.write(json.dumps(event).encode() + b"\n")
+        return response
+
+    async def send(self, type_: str, object_: dict[str, Any]) -> None:
+        await until(lambda: self.streams)
+        self.version = max(self.version, int(object_["metadata"].get("resourceVersion", 0)))
+        self.streams[-1].put_nowait({"type": type_, "object": object_})
+
+    async def gone(self) -> None:
+        """What the apiserver sends when the watched version was compacted."""
+        await until(lambda: self.streams)
+        stream = self.streams.pop()
+        stream.put_nowait({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+        stream.put_nowait(None)
+
+    async def end(self) -> None:
+        await until(lambda: self.streams)
+        self.streams.pop().put_nowait(None)
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[tuple[Script, KubeClient]]:
+    made = Script()
+    app = web.Application()
+    app.router.add_get("/{any:.*}", made.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    async def source() -> Credentials:
+        return Credentials(f"http://127.0.0.1:{runner.addresses[0][1]}")
+
+    async with KubeClient(source) as client:
+        yield made, client
+    for stream in made.streams:
+        stream.put_nowait(None)
+    await runner.cleanup()
+
+
+async def test_object_that_vanished_during_a_broken_watch_is_reported_as_deleted(
+    script: tuple[Script, KubeClient],
+) -> None:
+    server, client = script
+    server.items, server.version = [obj("a", 5, labels={"app": "x"}), obj("b", 6)], 6
+    changes: list[Change] = []
+    view = Reflector(client, PODS, on_change=changes.append, index_labels=("app",))
+    async with running(view):
+        assert [o["metadata"]["name"] for o in view.by_label("app", "x")] == ["a"]
+        changes.clear()
+        server.items, server.version = [obj("b", 6)], 9
+        await server.gone()
+        await until(lambda: view.get("ns", "a") is None)
+        assert [(c.key, c.labels, c.old_labels) for c in changes] == [(("ns", "a"), {}, {"app": "x"})]
+        assert view.by_label("app", "x") == []
+        assert view.by_uid("u-a") is None
+        assert server.lists == 2
+
+
+async def test_stream_that_ends_is_continued_without_a_new_list(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        await server.end()
+        await server.send("ADDED", obj("a", 7))
+        await until(lambda: view.get("ns", "a"))
+        assert server.lists == 1
+
+
+async def test_view_never_goes_back(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        await server.send("ADDED", obj("a", 7, note="new"))
+        await server.send("MODIFIED", obj("a", 5, note="old"))
+        await server.send("ADDED", obj("b", 8))
+        await until(lambda: view.get("ns", "b"))
+        found = view.get("ns", "a")
+        assert found is not None
+        assert found["metadata"]["note"] == "new"
+
+
+async def test_deletion_of_a_former_object_does_not_remove_its_successor(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        await server.send("ADDED", obj("a", 9, uid="second"))
+        await server.send("DELETED", obj("a", 8, uid="first"))
+        await server.send("ADDED", obj("b", 10))
+        await until(lambda: view.get("ns", "b"))
+        assert view.by_uid("second") is not None
+
+
+async def test_own_write_is_not_fresh_until_the_view_shows_it(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    server.items, server.version = [obj("a", 5)], 5
+    view = Reflector(client, PODS)
+    async with running(view):
+        view.note_write(obj("a", 8))
+        assert not view.fresh("ns", "a")
+        assert view.stale_keys("ns", "a") == [("ns", "a")]
+        await server.send("MODIFIED", obj("a", 7))
+        await server.send("ADDED", obj("x", 7))
+        await until(lambda: view.get("ns", "x"))
+        assert not view.fresh("ns", "a")
+        await server.send("MODIFIED", obj("a", 8))
+        await until(lambda: view.fresh("ns", "a"))
+
+
+async def test_bookmark_past_an_own_write_shows_that_the_object_is_gone_again(
+    script: tuple[Script, KubeClient],
+) -> None:
+    server, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        view.note_write(obj("a", 8))
+        assert not view.fresh("ns", "a")
+        await server.send("BOOKMARK", {"metadata": {"resourceVersion": "12"}})
+        await until(lambda: view.fresh("ns", "a"))
+
+
+async def test_own_delete_is_fresh_once_the_view_shows_it(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    server.items, server.version = [obj("a", 5), obj("b", 5)], 5
+    view = Reflector(client, PODS)
+    async with running(view):
+        for name in ("a", "b"):
+            view.note_delete("ns", name, f"u-{name}")
+            assert not view.fresh("ns", name)
+        await server.send("MODIFIED", obj("a", 6, deletionTimestamp="now"))
+        await server.send("DELETED", obj("b", 7))
+        await until(lambda: view.fresh("ns", "a") and view.fresh("ns", "b"))
+
+
+async def test_live_reads_settle_what_the_watch_does_not_show(script: tuple[Script, KubeClient]) -> None:
+    _, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        view.note_write(obj("a", 8))
+        view.observe(obj("a", 8))
+        assert view.fresh("ns", "a")
+        view.note_write(obj("b", 9))
+        view.observe_absent("ns", "b")
+        assert view.fresh("ns", "b")
+
+
+async def test_selection_by_labels(script: tuple[Script, KubeClient]) -> None:
+    server, client = script
+    server.items = [
+        obj("a", 1, labels={"app": "x", "tier": "1"}),
+        obj("b", 1, labels={"app": "x", "tier": "2"}),
+        obj("c", 1, labels={"tier": "2"}),
+    ]
+    view = Reflector(client, PODS, index_labels=("app",), label_selector="managed=yes")
+    async with running(view):
+        assert server.selector == "managed=yes"
+
+        def names(match: dict[str, str], namespace: str = "ns") -> list[str]:
+            return [o["metadata"]["name"] for o in view.select(namespace, match)]
+
+        assert names({"app": "x", "tier": "2"}) == ["b"]
+        assert names({"tier": "2"}) == ["b", "c"]
+        assert names({"tier": "2"}, "other") == []
+        assert names({}) == [], "no selector selects nothing, never everything"
+
+
+@pytest.mark.cluster
+async def test_view_is_right_again_after_an_outage(
+    kube: KubeClient, proxied: KubeClient, proxy: Proxy, namespace: str
+) -> None:
+    made = [await kube.create(CONFIGMAPS, namespace, {"metadata": {"name": f"c{i}"}}, timeout=T) for i in range(3)]
+    resets: list[str] = []
+    view = Reflector(
+        proxied,
+        CONFIGMAPS,
+        namespace=namespace,
+        inactivity_timeout=0.5,
+        list_timeout=0.5,
+        on_reset=resets.append,
+    )
+    async with running(view):
+        assert view.get(namespace, "c1") is not None
+        proxy.mode = Mode.DROP
+        await kube.delete(CONFIGMAPS, namespace, "c1", uid=made[1]["metadata"]["uid"], timeout=T)
+        await kube.create(CONFIGMAPS, namespace, {"metadata": {"name": "c9"}}, timeout=T)
+        await until(lambda: len(resets) >= 5)  # the watch was tried again, given up, and listing fails too
+        assert view.get(namespace, "c1") is not None, "silence is not a deletion"
+        proxy.mode = Mode.PASS
+        await until(lambda: view.get(namespace, "c1") is None and view.get(namespace, "c9"))
+        assert view.get(namespace, "c0") is not None
