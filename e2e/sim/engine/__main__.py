@@ -20,11 +20,13 @@ from aiohttp.http_exceptions import BadHttpMessage
 from e2e.sim.model import MODELS, ModelConfig, initial_state, load_config
 from e2e.sim.model_numpy import NumpyModel
 
+from .admission import Admission
 from .faults import Faults
-from .frontend import FrontEnd
 from .groups_api import Groups
+from .labels import Labels
 from .scheduler import Model, Scheduler
 from .server import Server
+from .updates import Updates
 from .weights import WeightStore
 
 log = logging.getLogger("e2e.sim.engine")
@@ -100,17 +102,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
         step_seconds=arguments.step_ms / 1000,
         fatal=_fatal,
     )
-    front = FrontEnd(
-        scheduler,
-        weights,
-        groups,
-        model_path=path,
-        served_model_name=arguments.served_model_name or arguments.model,
-        health_seconds=arguments.health_timeout,
-        fatal=_fatal,
-    )
+    labels = Labels(path, arguments.served_model_name or arguments.model)
+    admission = Admission(scheduler, config, labels, health_seconds=arguments.health_timeout, fatal=_fatal)
     server = Server(
-        front,
+        admission,
+        Updates(admission, weights, labels, groups),
+        labels,
         Faults(arguments.fault_file),
         api_key=arguments.api_key,
         admin_key=arguments.admin_api_key,

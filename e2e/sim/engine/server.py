@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from . import bodies
+from .admission import Admission
 from .bodies import BodyError
 from .faults import Fault, Faults, parse
-from .frontend import FrontEnd, Refused
+from .labels import Labels, Refused
+from .updates import Updates
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -49,7 +51,9 @@ class Server:
 
     def __init__(
         self,
-        front: FrontEnd,
+        admission: Admission,
+        updates: Updates,
+        labels: Labels,
         faults: Faults,
         *,
         api_key: str | None,
@@ -57,7 +61,9 @@ class Server:
         metrics: bool,
         health_generates: bool,
     ) -> None:
-        self._front = front
+        self._admission = admission
+        self._updates = updates
+        self._labels = labels
         self._faults = faults
         self._api_key = api_key
         self._admin_key = admin_key
@@ -68,39 +74,39 @@ class Server:
     def app(self) -> web.Application:
         """The application; serve it with ``handler_cancellation`` on."""
         app = web.Application(client_max_size=64 << 20, middlewares=[self._authenticate, self._misbehave, self._refuse])
-        either = (("GET", "POST"), ("GET",), ("POST",))
+        get, post, both = ("GET",), ("POST",), ("GET", "POST")
         routes: list[tuple[tuple[str, ...], str, Handler]] = [
-            (either[2], "/generate", self._generate),
-            (either[1], "/health", self._health),
-            (either[1], "/health_generate", self._health_generate),
-            (either[1], "/ready", self._ready),
-            (either[1], "/metrics", self._metrics),
-            (either[1], "/model_info", self._model_info),
-            (either[1], "/get_model_info", self._model_info),
-            (either[1], "/server_info", self._server_info),
-            (either[1], "/get_server_info", self._server_info),
-            (either[1], "/v1/loads", self._loads),
-            (either[1], "/v1/models", self._models),
-            (either[2], "/init_weights_update_group", self._result(bodies.InitGroup, self._front.init_group)),
-            (either[2], "/destroy_weights_update_group", self._result(bodies.DestroyGroup, self._front.destroy_group)),
-            (either[2], "/begin_weight_update", self._result(bodies.BeginUpdate, lambda _: self._front.begin_update())),
-            (either[2], "/end_weight_update", self._result(bodies.EndUpdate, lambda _: self._front.end_update())),
+            (post, "/generate", self._generate),
+            (get, "/health", self._health),
+            (get, "/health_generate", self._health_generate),
+            (get, "/ready", self._ready),
+            (get, "/metrics", self._metrics),
+            (get, "/model_info", self._model_info),
+            (get, "/get_model_info", self._model_info),
+            (get, "/server_info", self._server_info),
+            (get, "/get_server_info", self._server_info),
+            (get, "/v1/loads", self._loads),
+            (get, "/v1/models", self._models),
+            (post, "/init_weights_update_group", self._result(bodies.InitGroup, self._updates.init_group)),
+            (post, "/destroy_weights_update_group", self._result(bodies.DestroyGroup, self._updates.destroy_group)),
+            (post, "/begin_weight_update", self._result(bodies.BeginUpdate, lambda _: self._updates.begin_update())),
+            (post, "/end_weight_update", self._result(bodies.EndUpdate, lambda _: self._updates.end_update())),
             (
-                either[2],
+                post,
                 "/update_weights_from_distributed",
-                self._result(bodies.FromDistributed, self._front.from_distributed),
+                self._result(bodies.FromDistributed, self._updates.from_distributed),
             ),
-            (either[2], "/update_weights_from_disk", self._result(bodies.FromDisk, self._front.from_disk)),
-            (either[2], "/update_weight_version", self._result(bodies.WeightVersion, self._front.set_version)),
-            (either[0], "/weights_checker", self._result(bodies.CheckWeights, self._front.check_weights)),
-            (either[0], "/get_weights_by_name", self._weights_by_name),
-            (either[2], "/pause_generation", self._pause),
-            (either[2], "/continue_generation", self._continue),
-            (either[2], "/abort_request", self._abort),
-            (either[0], "/flush_cache", self._flush),
-            (either[0], "/release_memory_occupation", self._release),
-            (either[0], "/resume_memory_occupation", self._resume),
-            (either[0], "/_sim/faults", self._set_faults),
+            (post, "/update_weights_from_disk", self._result(bodies.FromDisk, self._updates.from_disk)),
+            (post, "/update_weight_version", self._result(bodies.WeightVersion, self._updates.set_version)),
+            (both, "/weights_checker", self._result(bodies.CheckWeights, self._updates.check_weights)),
+            (both, "/get_weights_by_name", self._weights_by_name),
+            (post, "/pause_generation", self._pause),
+            (post, "/continue_generation", self._continue),
+            (post, "/abort_request", self._abort),
+            (both, "/flush_cache", self._flush),
+            (both, "/release_memory_occupation", self._release),
+            (both, "/resume_memory_occupation", self._resume),
+            (both, "/_sim/faults", self._set_faults),
         ]
         for methods, path, handler in routes:
             for method in methods:
@@ -164,67 +170,67 @@ class Server:
     # ---- handlers -----------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._front.generate(await self._body(request, bodies.Generate)))
+        return web.json_response(await self._admission.generate(await self._body(request, bodies.Generate)))
 
     async def _health(self, request: web.Request) -> web.Response:
         return await self._health_generate(request) if self._health_generates else web.Response()
 
     async def _health_generate(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._front.health() else 503)
+        return web.Response(status=200 if await self._admission.health() else 503)
 
     async def _ready(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self._front.ready() else 503)
+        return web.Response(status=200 if self._admission.ready() else 503)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response(self._front.model_info())
+        return web.json_response(self._labels.model_info())
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response(await self._front.server_info())
+        return web.json_response(await self._admission.server_info())
 
     async def _loads(self, _: web.Request) -> web.Response:
-        return web.json_response(self._front.loads())
+        return web.json_response(self._admission.loads())
 
     async def _models(self, _: web.Request) -> web.Response:
-        card = {"id": self._front.served_model_name, "object": "model", "owned_by": "sglang"}
+        card = {"id": self._labels.served_model_name, "object": "model", "owned_by": "sglang"}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _weights_by_name(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._front.weights_by_name(await self._body(request, bodies.WeightsByName)))
+        return web.json_response(await self._updates.weights_by_name(await self._body(request, bodies.WeightsByName)))
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await self._body(request, bodies.Pause)
         if body.mode not in ("abort", "retract", "in_place"):
             raise BodyError("1 validation error: body.mode: Input should be 'abort', 'retract' or 'in_place'")
-        await self._to_the_end(self._front.pause(body.mode))
+        await self._to_the_end(self._admission.pause(body.mode))
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
         await self._body(request, bodies.Continue)
-        await self._to_the_end(self._front.resume())
+        await self._to_the_end(self._admission.resume())
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._front.abort(await self._body(request, bodies.Abort)))
+        await self._to_the_end(self._admission.abort(await self._body(request, bodies.Abort)))
         return web.Response()
 
     async def _flush(self, request: web.Request) -> web.Response:
         timeout = float(request.query.get("timeout", "0"))
-        if await self._to_the_end(self._front.flush(timeout)):
+        if await self._to_the_end(self._admission.flush(timeout)):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def _release(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._front.release_memory((await self._body(request, bodies.MemoryTags)).tags))
+        await self._to_the_end(self._admission.release_memory((await self._body(request, bodies.MemoryTags)).tags))
         return web.json_response(None)
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._front.resume_memory((await self._body(request, bodies.MemoryTags)).tags))
+        await self._to_the_end(self._admission.resume_memory((await self._body(request, bodies.MemoryTags)).tags))
         return web.json_response(None)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         if not self._metrics_enabled:
             return web.Response(status=404, text="Not Found")
-        scheduler, totals = self._front.scheduler, self._front.scheduler.counters
+        scheduler, totals = self._admission.scheduler, self._admission.scheduler.counters
         samples = {
             "sglang:num_running_reqs": len(scheduler.running),
             "sglang:num_queue_reqs": len(scheduler.waiting),
