@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlfleet.client import Client, SyncFailed, SyncRefused, SyncTimeout
+from rlfleet.client import Client, ClientError
 from rlfleet.sender import SenderError, WeightSender
 
 from .loop import SyncError
@@ -50,6 +50,7 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._sender.close()
+        self._client.close()
 
     def publish(self, version: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Publish ``state`` and sync it into every engine. SyncError carries the round's own failure."""
@@ -64,13 +65,13 @@ class Fleet:
                 manifest_digest=manifest.digest,
                 timeout=timeout,
             )
-        except (SenderError, SyncFailed, SyncRefused, SyncTimeout) as error:
+        except (SenderError, ClientError) as error:
             raise SyncError(f"version {version}: {type(error).__name__}: {error}") from error
         return {
             "round": result.round,
             "manifestDigest": manifest.digest,
             "publishMs": round((published - began) * 1000),
-            "timings": result.timings,
-            "transports": result.transports,
+            "timings": dict(result.timings),
+            "transports": dict(result.transports),
             "bytes": result.bytes,
         }
