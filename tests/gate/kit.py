@@ -166,8 +166,9 @@ class Weights:
     buckets: list[bytes]
 
     @classmethod
-    def of(cls, seed: int, *, tensors_per_bucket: int = 5) -> Weights:
-        state = initial_state(MODELS["tiny"], seed)
+    def of(cls, seed: int, *, tensors_per_bucket: int = 5, rename: Callable[[str], str] = lambda name: name) -> Weights:
+        """The reference model's weights for a seed."""
+        state = {rename(name): array for name, array in initial_state(MODELS["tiny"], seed).items()}
         entries: list[TensorEntry] = []
         buckets: list[bytes] = []
         items = list(state.items())
@@ -190,6 +191,16 @@ class Weights:
         digest = manifest_digest("xxh3-128", entries)
         manifest = Manifest(tensors=tuple(entries), bucket_bytes=tuple(map(len, buckets)), digest=digest)
         return cls(manifest, buckets)
+
+    @classmethod
+    def random(cls, size: int) -> Weights:
+        """One tensor of ``size`` bytes in one bucket."""
+        data = random.randbytes(size)
+        entry = TensorEntry(
+            name="t", dtype="uint8", shape=(size,), hash=xxhash.xxh3_128(data).hexdigest(), bucket=0, offset=0
+        )
+        digest = manifest_digest("xxh3-128", [entry])
+        return cls(Manifest(tensors=(entry,), bucket_bytes=(size,), digest=digest), [data])
 
     @property
     def digest(self) -> str:

@@ -93,7 +93,7 @@ class EngineAdapter(Protocol):
         """Read the present state; never raises for an engine that does not answer."""
 
     async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
-        """Stop generation and prove it. The caller saw the engine admit requests at some time since the last resume."""
+        """Stop generation and prove it. The caller saw the engine admit requests before."""
 
     async def resume(self) -> None:
         """Let generation go on, and see that the engine admits requests again."""

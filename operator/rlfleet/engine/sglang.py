@@ -130,8 +130,8 @@ class SGLangAdapter:
     async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
         """Pause and prove it: the engine admits nothing now, and nothing runs.
 
-        Only together with "it did admit requests since the last resume", which the caller has seen, does this prove a
-        pause: "does not admit" alone could be a failed health check.
+        Only together with "it did admit requests before", which the caller has seen, does this prove a pause: "does
+        not admit" alone could be a failed health check.
         """
         if mode is PauseMode.WAIT:
             await self._drain(drain_seconds)

@@ -39,6 +39,8 @@ from rlfleet.gate.staging import Staging
 
 #: Seconds to see the engine admit requests before a pause (its own health check takes at least one).
 HEAL_SECONDS = 20.0
+#: The same for an engine that was seen to admit requests earlier; a paused one lets its health check hang.
+HEAL_AGAIN_SECONDS = 3.0
 #: Seconds for one call that passes the engine's scheduler while nothing else keeps it busy.
 ENGINE_SECONDS = 10.0
 READ_BACK_SECONDS = 0.25
@@ -87,17 +89,30 @@ async def pause(ctx: GateContext, request: OperationRequest) -> Result:
 async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float) -> None:
     """Pause and verify, then record it."""
     try:
-        if not ctx.store.seen_admitting:
-            if not await ctx.engine.adapter.heal_readiness(HEAL_SECONDS):
-                raise GateError(
-                    ErrorReason.ENGINE_UNREACHABLE,
-                    "the engine has not been ready since the last resume, so a pause could not be told from that",
-                )
-            ctx.store.seen_admitting = True
+        await _see_admitting(ctx)
         await ctx.engine.adapter.pause(mode, drain_seconds=drain_seconds)
     except CallError as e:
         raise engine_failure("pause", e) from e
     ctx.store.paused = True
+
+
+async def _see_admitting(ctx: GateContext) -> None:
+    """See the engine admit requests before it is paused, where that is possible: the change is what proves a pause.
+
+    An engine that this gate paused, or was about to resume or pause when the gate died, does not admit any; that it
+    did once, before, is then enough. One that never did can not be told from one that is ill.
+    """
+    view = await ctx.engine.adapter.view(STATUS_SECONDS)
+    if view.admitting is False and ctx.store.paused:
+        return
+    seen = ctx.store.seen_admitting
+    if view.admitting or await ctx.engine.adapter.heal_readiness(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS):
+        if not seen:
+            ctx.store.seen_admitting = True
+    elif not seen or not view.reachable:
+        raise GateError(
+            ErrorReason.ENGINE_UNREACHABLE, "the engine has never been ready, so a pause could not be told from that"
+        )
 
 
 async def _settle_by_pause(ctx: GateContext) -> None:
@@ -132,14 +147,11 @@ async def resume(ctx: GateContext, request: OperationRequest) -> Result:
     if view.label is None:
         raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine does not tell its weight label")
     await check_resume(ctx, request)  # the label may just have voided the proof
-    with ctx.store.transaction():
-        ctx.store.paused = False
-        ctx.store.seen_admitting = False
+    ctx.store.paused = False
     try:
         await ctx.engine.adapter.resume()
     except CallError as e:
         raise engine_failure("resume", e) from e
-    ctx.store.seen_admitting = True
     return {}
 
 

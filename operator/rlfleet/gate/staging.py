@@ -148,7 +148,12 @@ class StagingArea:
                 with contextlib.suppress(FileNotFoundError):
                     if self._final(index, manifest).stat().st_size == header + manifest.bucket_bytes[index]:
                         staging.complete.add(index)
+        self._make_directories()
         self.staging = staging
+
+    def _make_directories(self) -> None:
+        for name in (CURRENT, _RECEIVING):
+            (self._root / name).mkdir(parents=True, exist_ok=True)
 
     async def prepare(self, staging: Staging) -> None:
         """Expect these bytes; refuse what does not fit. Keeps what is here only when it is the same work."""
@@ -162,8 +167,7 @@ class StagingArea:
                 f"{staging.total_bytes} bytes do not fit: {self.usable_bytes} may be staged here; raise "
                 "spec.gate.stagingMiB and the gate's memory limit, or use transport Broadcast",
             )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self._root / _RECEIVING).mkdir(exist_ok=True)
+        self._make_directories()
         self.staging = staging
 
     async def discard(self) -> None:

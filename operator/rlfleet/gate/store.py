@@ -139,7 +139,7 @@ class Store:
 
     @property
     def seen_admitting(self) -> bool:
-        """The engine was seen to admit requests since the last resume, so "not ready" after a pause means paused."""
+        """The engine was seen to admit requests once, so "not ready" has another cause than never having started."""
         return bool(self._get("seenAdmitting"))
 
     @seen_admitting.setter

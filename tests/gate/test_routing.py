@@ -1,0 +1,165 @@
+"""The start-up promise, opening and closing, against the real sglang-router."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from tests.gate.kit import Engine, Gate, Operator, Router, Weights, router_entry, until
+
+
+def opened(operator: Operator, router: Router) -> Weights:
+    """Deliver a version, resume and open."""
+    weights = Weights.of(1)
+    operator.deliver(weights, 1)
+    operator.ok("Resume", **operator.names(weights, 1))
+    operator.ok("Open")
+    return weights
+
+
+def test_own_url_in_a_router_at_first_start_is_removed_before_the_engine_may_start(
+    engine: Engine, router: Router, make_gate: Callable[..., Gate]
+) -> None:
+    router.add(engine.url + "/")  # another spelling of the same address, as an earlier owner left it
+    until("router lists it", lambda: router.urls() == [engine.url + "/"])
+    operator = Operator(make_gate(engine.url, engine.host))
+    assert operator.gate.startupz().status_code == 503
+    operator.enroll([router_entry(router)])
+    until("promise", lambda: operator.gate.startupz().status_code == 200)
+    assert router.urls() == []
+    status = operator.status()
+    assert status["routed"] == {"main": False}
+    assert len(status["incarnation"]) == 32
+    assert "startup" not in status
+
+
+def test_the_lists_must_stay_empty_for_the_quiet_time(
+    engine: Engine, router: Router, make_gate: Callable[..., Gate]
+) -> None:
+    operator = Operator(make_gate(engine.url, engine.host, RLFLEET_ROUTER_QUIET_SECONDS="2"))
+    operator.enroll([router_entry(router)])
+    until("counting", lambda: operator.gate.startupz().json().get("reason") == "NotProven")
+    router.add(engine.url)  # the late job of an earlier owner
+    until("removed again", lambda: "just removed" in operator.gate.startupz().json().get("message", ""))
+    until("promise", lambda: operator.gate.startupz().status_code == 200)
+    assert router.urls() == []
+
+
+def test_a_router_that_does_not_answer_keeps_the_engine_waiting_under_its_name(
+    engine: Engine, router: Router, make_gate: Callable[..., Gate]
+) -> None:
+    assert router.process is not None
+    router.process.popen.send_signal(signal.SIGSTOP)
+    operator = Operator(make_gate(engine.url, engine.host))
+    operator.enroll([router_entry(router)])
+
+    def blocked() -> bool:
+        answer = operator.gate.startupz()
+        return answer.status_code == 503 and answer.json()["reason"] == "RouterUnreachable"
+
+    until("blocked", blocked)
+    status = operator.status()
+    assert status["startup"]["reason"] == "RouterUnreachable"
+    assert "main" in status["startup"]["message"]
+    assert status["routed"].get("main") is None
+    assert "incarnation" not in status
+    # Proven gone counts as done.
+    operator.enroll([router_entry(router, gone=True)])
+    until("promise", lambda: operator.gate.startupz().status_code == 200)
+    router.process.popen.send_signal(signal.SIGCONT)
+
+
+def test_no_router_is_legal(operator: Operator) -> None:
+    weights = Weights.of(1)
+    operator.deliver(weights, 1)
+    operator.ok("Resume", **operator.names(weights, 1))
+    operator.ok("Open")
+    operator.ok("Close")
+    assert operator.status()["routed"] == {}
+
+
+def test_open_ends_when_the_router_serves_and_close_when_it_does_not(
+    operator: Operator, router: Router, engine: Engine
+) -> None:
+    operator.enroll([router_entry(router)])
+    assert operator.refused("Open") == "NotProven"
+    opened(operator, router)
+    assert router.urls() == [engine.url]
+    assert operator.status()["routed"] == {"main": True}
+    sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    answer = router.http.post("/generate", json={"input_ids": [1], "sampling_params": sampling})
+    assert answer.json()["meta_info"]["weight_version"] == "1"
+    operator.ok("Open", attempt=2)  # listed already
+    assert router.urls() == [engine.url]
+    operator.ok("Close")
+    assert router.urls() == []
+    operator.ok("Close", attempt=2)  # absent already
+    assert operator.status()["routed"] == {"main": False}
+
+
+def test_a_paused_engine_is_not_opened(operator: Operator, router: Router) -> None:
+    operator.enroll([router_entry(router)])
+    operator.deliver(Weights.of(1), 1)
+    record = operator.run("Open")
+    assert record["error"]["reason"] == "NotProven"
+    assert router.urls() == []
+
+
+def test_a_gate_restart_beside_a_routed_engine_touches_no_entry(
+    operator: Operator, router: Router, engine: Engine, gate: Gate
+) -> None:
+    operator.enroll([router_entry(router)])
+    opened(operator, router)
+    gate.kill()
+    gate.start()
+    assert gate.startupz().status_code == 200
+    assert router.urls() == [engine.url]
+    assert gate.stop() == 0
+    assert router.urls() == [engine.url]
+
+
+def test_a_router_that_does_not_answer_fails_open_and_close(operator: Operator, router: Router, engine: Engine) -> None:
+    operator.enroll([router_entry(router)])
+    weights = Weights.of(1)
+    operator.deliver(weights, 1)
+    operator.ok("Resume", **operator.names(weights, 1))
+    router.close()
+    for kind in ("Open", "Close"):
+        record = operator.run(kind, deadlineSeconds=1)
+        assert (record["state"], record["error"]["reason"]) == ("Failed", "RouterUnreachable"), kind
+        assert "main" in record["error"]["message"]
+    routed: dict[str, Any] = operator.status()["routed"]
+    assert routed.get("main") is None
+    operator.enroll([router_entry(router, gone=True)])
+    operator.ok("Close", attempt=2)
+
+
+def test_an_interrupted_open_is_settled_by_a_close_that_waits_out_late_jobs(
+    operator: Operator, router: Router, engine: Engine, gate: Gate
+) -> None:
+    operator.enroll([router_entry(router)])
+    weights = Weights.of(1)
+    operator.deliver(weights, 1)
+    operator.ok("Resume", **operator.names(weights, 1))
+    engine.faults(health={"action": "delay", "seconds": 1.0, "times": 1})  # the router's job takes a while
+    op_id = operator.start("Open").json()["id"]
+    until("in flight", lambda: operator.status().get("inFlight") == op_id)
+    gate.kill()
+    gate.start()
+    assert operator.status()["uncertain"] is True
+    operator.ok("Pause", attempt=2)
+    assert operator.status()["uncertain"] is True  # a pause says nothing about the router's job
+    operator.ok("Close")
+    assert operator.status()["uncertain"] is False
+    assert router.urls() == []
+
+
+def test_another_pipeline_needs_the_engine_out_of_every_router(operator: Operator, router: Router, gate: Gate) -> None:
+    operator.enroll([router_entry(router)])
+    opened(operator, router)
+    operator.ok("Pause", attempt=2)
+    taker = Operator(gate, "other-uid", "repair-1", 2000)
+    assert taker.fence().json()["reason"] == "OtherPipeline"
+    operator.ok("Close")
+    assert taker.fence().status_code == 200
