@@ -27,7 +27,7 @@ class Access:
 
     def __init__(self, audience: str, source: KeySource | None) -> None:
         self._audience = audience
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._source: Callable[[], Mapping[str, str]] | None = None
         self._asked = float("-inf")
         self._public: tokens.PublicKeys | None = None
@@ -45,12 +45,16 @@ class Access:
     def refresh(self) -> bool:
         """Ask the source of the keys again, unless that was just done. Blocks; True when it was asked."""
         source = self._source
-        with self._lock:
-            if source is None or time.monotonic() - self._asked < _ASK_SECONDS:
+        if source is None or not self._asking.acquire(blocking=False):
+            return False
+        try:
+            if time.monotonic() - self._asked < _ASK_SECONDS:
                 return False
             self._asked = time.monotonic()
-        self._public = _keys(source())
-        return True
+            self._public = _keys(source())
+            return True
+        finally:
+            self._asking.release()
 
     def authenticate(self, header: str | None) -> tokens.Claims:
         """The claims of a bearer token; Refused Unauthenticated."""

@@ -12,9 +12,7 @@ Key space and ranks are those of SGLang's weight update groups, which real engin
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import logging
 import socket
 import threading
 import time
@@ -25,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.sender.cache import Weights
 from rlfleet.sender.errors import Refused
+from rlfleet.sender.threads import in_daemon
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 #: gloo ends a late collective itself, and then its threads are idle; we only wait so much longer for that to happen,
 #: because a group that is destroyed with work in it blocks the interpreter until the work ends.
@@ -73,35 +70,16 @@ class Broadcast:
 
     async def run(self) -> dict[str, object]:
         """Carry the order out; the result is BroadcastOrder's. Refused RendezvousTimeout or TransportFailed."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[dict[str, object]] = loop.create_future()
+        return await in_daemon(self._guarded, "rlfleet-broadcast")
 
-        def settle(result: dict[str, object] | None, error: BaseException | None) -> None:
-            if done.cancelled():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result or {})
-
-        def work() -> None:
-            result: dict[str, object] | None = None
-            failure: BaseException | None = None
-            try:
-                result = self._work()
-            except Refused as e:
-                # A new one: the traceback would keep the group and its port alive until somebody drops it.
-                failure = Refused(e.reason, e.message)
-            except BaseException as e:  # noqa: BLE001 handed to the operation's record
-                failure = e.with_traceback(None)
-            try:
-                loop.call_soon_threadsafe(settle, result, failure)
-            except RuntimeError:
-                log.info("a broadcast ended after its sender was closed")
-
-        # A daemon: a trainer that exits does not wait for receivers that never come.
-        threading.Thread(target=work, name="rlfleet-broadcast", daemon=True).start()
-        return await done
+    def _guarded(self) -> dict[str, object]:
+        refused: Refused
+        try:
+            return self._work()
+        except Refused as e:
+            refused = e
+        # A new one, outside: causes and tracebacks would keep the group and its port alive until somebody drops them.
+        raise Refused(refused.reason, refused.message)
 
     def close(self) -> None:
         """Give the port back if ``run`` never got to use it."""

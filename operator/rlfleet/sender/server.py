@@ -28,6 +28,7 @@ from rlfleet.sender.errors import Refused
 from rlfleet.sender.metrics import Metrics
 from rlfleet.sender.operations import Operations, Run
 from rlfleet.sender.slots import Hold, Slots
+from rlfleet.sender.threads import in_daemon
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Server:
             return self._access.authenticate(header)
         except Refused:
             # Keys may have come, or have been rotated, since they were asked for.
-            if not header or not await asyncio.to_thread(self._refresh):
+            if not header or not await in_daemon(self._refresh, "rlfleet-public-keys"):
                 raise
         return self._access.authenticate(header)
 

@@ -1,0 +1,377 @@
+"""Client: what a training loop calls.
+
+Invariants:
+- a sync is found again by its name, whatever answers were lost: calling twice, or from a restarted trainer whose
+  sender lives on, never makes a second round for the same thing;
+- a round is judged by its recorded end only; when we stop waiting, it goes on, and the error says how to stop it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rlfleet.api.v1alpha1 import RLPipeline, SyncRound
+from rlfleet.api.v1alpha1.common import DNS_LABEL
+from rlfleet.api.v1alpha1.rlpipeline import CommittedVersion
+from rlfleet.client import credentials, errors, rounds
+from rlfleet.client.api import CALL_SECONDS, PIPELINES, ROUNDS, Api, Exists, Invalid
+
+#: Called with the phase of the sync and what it waits for.
+Progress = Callable[[str, str], None]
+
+#: Phases of a sync before there is a round.
+WAITING_FOR_SENDER = "WaitingForSender"
+#: A watch that ends at once (forbidden, unsupported by a proxy) must not become a busy loop.
+_POLL_SECONDS = 0.5
+
+
+def _say_nothing(phase: str, detail: str) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One call's deadline and what it has told its caller."""
+
+    started: float
+    until: float
+    say: Progress
+    said: tuple[str, str] | None = None
+
+    def tell(self, phase: str, detail: str) -> None:
+        if (phase, detail) != self.said:
+            self.said = (phase, detail)
+            self.say(phase, detail)
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def call_until(self) -> float:
+        """How long one call may be retried: to our own deadline, and at least one whole call."""
+        return max(self.until, time.monotonic() + CALL_SECONDS)
+
+
+class Client:
+    """One pipeline, seen by its trainer. May be used by several threads.
+
+    Credentials: ``kubeconfig`` (with ``context``); else KUBECONFIG; else, in a pod, its service account; else
+    ~/.kube/config. The identity needs ``get`` on rlpipelines and ``create``, ``get`` on syncrounds; with ``list`` and
+    ``watch`` on both it hears of changes at once instead of asking every half second; ``cancel`` needs ``patch``.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        pipeline: str,
+        kubeconfig: str | os.PathLike[str] | None = None,
+        *,
+        context: str | None = None,
+    ) -> None:
+        for field, value in (("namespace", namespace), ("pipeline", pipeline)):
+            if not isinstance(value, str) or len(value) > 63 or not re.match(DNS_LABEL, value):
+                raise ValueError(
+                    f"{field}: {str(value)[:80]!r} cannot be the name of a {field}: use 1 to 63 lower-case letters, "
+                    "digits and '-'"
+                )
+        self.namespace = namespace
+        self.pipeline_name = pipeline
+        self._api = Api(credentials.find(kubeconfig, context), namespace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._api.close()
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def pipeline(self, timeout: float = 30.0) -> RLPipeline:
+        """The RLPipeline as it is now."""
+        return self._pipeline(time.monotonic() + timeout)
+
+    def _pipeline(self, until: float) -> RLPipeline:
+        return RLPipeline.from_dict(self._api.get(PIPELINES, self.pipeline_name, until))
+
+    def public_keys(self, timeout: float = 60.0) -> dict[str, str]:
+        """The operator's public keys, ``{kid: base64}``, for WeightSender; waits until there are some."""
+        found = self._pipeline_when(
+            lambda p: bool(p.status.public_keys),
+            timeout,
+            f"status.publicKeys of RLPipeline {self.namespace}/{self.pipeline_name}: is the rlfleet operator running?",
+        )
+        return {key.kid: key.key for key in found.status.public_keys}
+
+    def wait_for(self, version: int, timeout: float = 600.0) -> CommittedVersion:
+        """Wait until at least this version is committed, by whomever; WaitTimeout otherwise."""
+        found = self._pipeline_when(
+            lambda p: p.status.committed is not None and p.status.committed.version >= version,
+            timeout,
+            f"version {version} of RLPipeline {self.namespace}/{self.pipeline_name} to be committed",
+        )
+        assert found.status.committed is not None
+        return found.status.committed
+
+    def _pipeline_when(self, wanted: Callable[[RLPipeline], bool], timeout: float, what: str) -> RLPipeline:
+        wait = _Wait(time.monotonic(), time.monotonic() + timeout, _say_nothing)
+        found = self._pipeline_until(wait, wanted)
+        if not wanted(found):
+            raise errors.WaitTimeout(f"waited {timeout:g} s for {what}")
+        return found
+
+    def _pipeline_until(self, wait: _Wait, wanted: Callable[[RLPipeline], bool]) -> RLPipeline:
+        """The pipeline once it is as wanted, or as it was last seen when the time is over."""
+        while True:
+            found = self._pipeline(wait.call_until())
+            if wanted(found) or wait.left() <= 0:
+                return found
+            opened = time.monotonic()
+            version = found.metadata.resource_version
+            for kind, obj in self._api.watch(PIPELINES, self.pipeline_name, version, wait.until):
+                if kind == "DELETED":
+                    break
+                found = RLPipeline.from_dict(obj)
+                if wanted(found):
+                    return found
+            self._breathe(opened, wait)
+
+    @staticmethod
+    def _breathe(opened: float, wait: _Wait) -> None:
+        pause = min(_POLL_SECONDS - (time.monotonic() - opened), wait.left())
+        if pause > 0:
+            time.sleep(pause)
+
+    # ---------------------------------------------------------------------------------------------- syncing
+
+    def sync(
+        self,
+        version: int,
+        *,
+        sender_incarnation: str | None = None,
+        manifest_digest: str | None = None,
+        timeout: float = 1800.0,
+        sender_timeout: float = 60.0,
+        retries: int = 0,
+        allow_rollback: bool = False,
+        on_progress: Progress | None = None,
+    ) -> rounds.SyncResult:
+        """Bring ``version``, which the sender has published, into all engines; return when it is served.
+
+        - ``sender_incarnation``: WeightSender.incarnation; default: the sender that the operator reports.
+        - ``manifest_digest``: digest of the published manifest; with it, other bytes under the same version are told
+          apart. Nothing is asked for when the version with this digest is committed already.
+        - ``timeout``: seconds for everything; ``sender_timeout``: seconds of it for the operator to report the sender.
+        - ``retries``: how many new attempts to make after one ended without success. An attempt that failed in an
+          earlier call is reported as it is with 0, and followed by a new one otherwise.
+        - ``allow_rollback``: a version below the committed one is meant.
+        - ``on_progress``: called with (phase, what it waits for) whenever that changes.
+
+        Raises SyncRefused (nothing was begun), SenderNotReady, SyncFailed (mind its ``committed``), SyncTimeout (the
+        round goes on), and the errors of the API: PipelineNotFound, NamespaceNotFound, Forbidden, ApiUnavailable...
+        """
+        if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
+            raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
+        if retries < 0 or timeout <= 0:
+            raise ValueError("retries must not be negative, timeout must be positive")
+        now = time.monotonic()
+        wait = _Wait(now, now + timeout, on_progress or _say_nothing)
+        pipeline = self._pipeline(wait.until)
+        done = self._committed_already(pipeline, version, manifest_digest, sender_incarnation, wait)
+        if done is not None:
+            return done
+        committed = pipeline.status.committed
+        rollback_from = None
+        if committed is not None and version < committed.version:
+            if not allow_rollback:
+                raise errors.SyncRefused(
+                    f"version {version} is below version {committed.version}, which is committed; "
+                    "sync(..., allow_rollback=True) if that is meant",
+                    version=version,
+                    reason="VersionGoesBackwards",
+                )
+            rollback_from = committed.version
+        pipeline, incarnation = self._sender(pipeline, version, sender_incarnation, sender_timeout, wait)
+        order = rounds.Order(pipeline, version, incarnation, manifest_digest, rollback_from)
+        return self._carry(order, retries, wait)
+
+    def _committed_already(
+        self, pipeline: RLPipeline, version: int, digest: str | None, incarnation: str | None, wait: _Wait
+    ) -> rounds.SyncResult | None:
+        committed = pipeline.status.committed
+        if committed is None or committed.version != version:
+            return None
+        ready = pipeline.status.cache_ready
+        if digest is None and ready is not None and ready.version == version:
+            # Without a digest from the caller, what the sender holds under this version is what is meant.
+            same_process = incarnation in (None, committed.sender_incarnation)
+            digest = ready.manifest_digest if same_process else None
+        if digest != committed.manifest_digest:
+            return None
+        seconds = time.monotonic() - wait.started
+        return rounds.SyncResult(version=version, manifest_digest=committed.manifest_digest, seconds=seconds)
+
+    def _sender(
+        self, pipeline: RLPipeline, version: int, asked: str | None, seconds: float, wait: _Wait
+    ) -> tuple[RLPipeline, str]:
+        """Wait until the operator reports the sender that is meant: a round of another one would be superseded."""
+
+        def known(p: RLPipeline) -> bool:
+            return p.status.sender is not None and asked in (None, p.status.sender.incarnation)
+
+        if not known(pipeline):
+            wait.tell(WAITING_FOR_SENDER, _sender_says(pipeline))
+            limit = _Wait(wait.started, min(wait.until, time.monotonic() + seconds), wait.say)
+            pipeline = self._pipeline_until(limit, known)
+        sender = pipeline.status.sender
+        if not known(pipeline) or sender is None:
+            meant = "a weight sender" if asked is None else f"the weight sender with incarnation {asked}"
+            raise errors.SenderNotReady(
+                f"version {version} was not asked for: within {seconds:g} s the operator did not report {meant} for "
+                f"RLPipeline {self.namespace}/{self.pipeline_name} ({_sender_says(pipeline)}). Check "
+                "spec.weights.sender, and that WeightSender has been started with the operator's public keys",
+                version=version,
+                reason="SenderNotReady",
+            )
+        return pipeline, sender.incarnation
+
+    def _carry(self, order: rounds.Order, retries: int, wait: _Wait) -> rounds.SyncResult:
+        attempt = 1
+        found = self._find_or_create(order, attempt, wait)
+        while True:
+            found = self._until_ended(found, wait)
+            other_bytes = self._other_bytes(order, found)
+            if rounds.succeeded(found) and not other_bytes:
+                return rounds.result(found, time.monotonic() - wait.started)
+            # Attempts of earlier calls are the past of this one: the latest of them counts.
+            later = self._find(order, attempt + 1, wait)
+            if later is None:
+                if not other_bytes and retries <= 0:
+                    raise rounds.failure(found, "" if found.status.committed else "Try again with sync(..., retries=1)")
+                if not other_bytes:
+                    retries -= 1
+                later = self._find_or_create(order, attempt + 1, wait)
+            attempt, found = attempt + 1, later
+
+    @staticmethod
+    def _other_bytes(order: rounds.Order, found: SyncRound) -> bool:
+        """The round was about other bytes under the same version, so its end does not answer this order."""
+        had = found.status.manifest_digest or found.spec.manifest_digest
+        return order.manifest_digest is not None and had is not None and had != order.manifest_digest
+
+    def _find(self, order: rounds.Order, attempt: int, wait: _Wait) -> SyncRound | None:
+        try:
+            return self._adopt(order, self._api.get(ROUNDS, order.name(attempt), wait.call_until()))
+        except errors.RoundNotFound:
+            return None
+
+    def _find_or_create(self, order: rounds.Order, attempt: int, wait: _Wait) -> SyncRound:
+        name = order.name(attempt)
+        while True:
+            try:
+                return SyncRound.from_dict(self._api.create(ROUNDS, order.body(attempt), wait.call_until()))
+            except Invalid as e:
+                raise errors.SyncRefused(
+                    f"the apiserver refused SyncRound {name}: {e}", version=order.version, reason="Invalid", round=name
+                ) from e
+            except Exists:
+                # Ours (an answer was lost, or an earlier call made it), unless it has just been deleted.
+                found = self._find(order, attempt, wait)
+                if found is not None:
+                    return found
+
+    def _adopt(self, order: rounds.Order, obj: dict[str, object]) -> SyncRound:
+        found = SyncRound.from_dict(obj)
+        mine = (order.pipeline.metadata.name, order.version, order.incarnation)
+        if (found.spec.pipeline, found.spec.version, found.spec.sender_incarnation) != mine:
+            raise errors.SyncRefused(
+                f"SyncRound {found.metadata.name} exists and is not about version {order.version} of this sender: "
+                "somebody made it by hand under our name; delete it",
+                version=order.version,
+                reason="OtherRound",
+                round=found.metadata.name,
+            )
+        if not rounds.ended(found) and self._other_bytes(order, found):
+            raise errors.SyncRefused(
+                f"SyncRound {found.metadata.name} is moving other bytes of version {order.version} "
+                f"({found.status.manifest_digest or found.spec.manifest_digest}): wait for its end, or cancel it with "
+                f"client.cancel({found.metadata.name!r})",
+                version=order.version,
+                reason="ManifestMismatch",
+                round=found.metadata.name,
+            )
+        return found
+
+    def _until_ended(self, found: SyncRound, wait: _Wait) -> SyncRound:
+        name, uid = found.metadata.name, found.metadata.uid
+        while True:
+            if self._over(found, wait):
+                return found
+            opened = time.monotonic()
+            for kind, obj in self._api.watch(ROUNDS, name, found.metadata.resource_version, wait.until):
+                if kind == "DELETED":
+                    break
+                found = SyncRound.from_dict(obj)
+                if found.metadata.uid == uid and self._over(found, wait):
+                    return found
+            self._breathe(opened, wait)
+            try:
+                latest = SyncRound.from_dict(self._api.get(ROUNDS, name, wait.call_until()))
+            except errors.RoundNotFound:
+                latest = None
+            if latest is None or latest.metadata.uid != uid:
+                raise errors.SyncFailed(
+                    f"SyncRound {name} was deleted before its end was seen, which cancels it; its last phase was "
+                    f"{_phase(found)}",
+                    version=found.spec.version,
+                    round=name,
+                    committed=found.status.committed,
+                    phase=_phase(found),
+                    stage=_phase(found),
+                    reason="RoundGone",
+                    digest="",
+                )
+            found = latest
+
+    def _over(self, found: SyncRound, wait: _Wait) -> bool:
+        wait.tell(_phase(found), rounds.detail(found))
+        if rounds.ended(found):
+            return True
+        if wait.left() <= 0:
+            name = found.metadata.name
+            waits_for = rounds.detail(found) or "no detail"
+            raise errors.SyncTimeout(
+                f"SyncRound {name} was {_phase(found)} when the time was over ({waits_for}). It goes on by itself: "
+                f"call sync({found.spec.version}) again to wait for it, or stop it with "
+                f"client.cancel({name!r})",
+                version=found.spec.version,
+                round=name,
+                committed=found.status.committed,
+                phase=_phase(found),
+            )
+        return False
+
+    def cancel(self, round: str, timeout: float = 30.0) -> None:
+        """Ask for a round to be stopped (``spec.cancel``). It acts until engines begin to load; see the round's end."""
+        self._api.merge(ROUNDS, round, {"spec": {"cancel": True}}, time.monotonic() + timeout)
+
+
+def _phase(found: SyncRound) -> str:
+    return found.status.phase.value if found.status.phase is not None else "Pending"
+
+
+def _sender_says(pipeline: RLPipeline) -> str:
+    for condition in pipeline.status.conditions:
+        if condition.type == "SenderReady":
+            return f"SenderReady is {condition.status}, {condition.reason}: {condition.message}"
+    return "the operator has not said anything about the sender; is it running?"
