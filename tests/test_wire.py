@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -182,6 +182,8 @@ PARTS = st.tuples(st.text(max_size=8), st.text(max_size=8), st.integers(1, 1000)
 
 
 @given(PARTS, PARTS)
+@example(("ab", "c", 1, ""), ("a", "bc", 1, ""))
+@example(("a", "b1", 1, ""), ("a", "b", 11, ""))
 def test_operation_ids_are_equal_only_for_the_same_step(
     one: tuple[str, str, int, str], two: tuple[str, str, int, str]
 ) -> None:

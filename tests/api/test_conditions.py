@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlfleet.api import conditions, wire
@@ -107,6 +107,8 @@ def test_other_conditions_keep_their_place_and_the_input_is_not_changed() -> Non
 
 
 @given(st.text(max_size=3000))
+@example("x" * conditions.MAX_MESSAGE)
+@example("x" * (conditions.MAX_MESSAGE + 1))
 def test_messages_fit_the_schema_and_cutting_is_stable(message: str) -> None:
     once = set_ready([], message=message)
     assert len(str(once[0]["message"])) <= conditions.MAX_MESSAGE

@@ -92,3 +92,8 @@ def test_an_honest_owner_is_never_locked_out(calls: list[tuple[Fence, bool]]) ->
 )
 def test_verdicts(held: Fence, asked: Fence, closed: bool, verdict: Admission) -> None:
     assert admit(held, asked, now_ms=NOW, closed=closed) is verdict
+
+
+def test_no_clock_makes_a_generation_believable_that_the_wire_cannot_carry() -> None:
+    asked = Fence("p", "o", MAX_GENERATION + 1)
+    assert admit(Fence(), asked, now_ms=MAX_GENERATION, closed=True) is Admission.POISONED

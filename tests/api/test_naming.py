@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlfleet.api import labels
@@ -18,6 +18,9 @@ VERSIONS = st.integers(-1, 2**53)
 
 
 @given(NAMES, st.text(), st.text(), VERSIONS, st.integers(1, 1000))
+@example("a" * 253, "u", "s", 2**53, 1000)
+@example("-" + "a" * 9, "u", "s", 1, 1)
+@example("a" + "-" * 251 + "a", "u", "s", 1, 1)
 def test_round_names_are_labels_and_deterministic(name: str, uid: str, sender: str, version: int, attempt: int) -> None:
     made = round_name(name, uid, sender, version, attempt)
     assert len(made) <= MAX_NAME
@@ -46,6 +49,9 @@ def test_the_digits_do_not_depend_on_the_pipelines_name() -> None:
 
 
 @given(NAMES, st.integers(0, 1023), st.text())
+@example("a" * 253, 1023, "s")
+@example("a" + "-" * 251 + "a", 1023, "s")
+@example("..a", 0, "s")
 def test_pod_names_are_labels_and_deterministic(pool: str, index: int, salt: str) -> None:
     made = pod_name(pool, index, salt)
     assert len(made) <= MAX_NAME
@@ -58,6 +64,12 @@ def test_the_longest_pool_name_is_not_cut() -> None:
     pool = "p" * MAX_POOL_NAME
     assert pod_name(pool, 1023, "s").startswith(f"{pool}-1023-")
     assert engine_name(pool, 1023) == f"{pool}-1023"
+
+
+def test_a_cut_prefix_does_not_end_in_a_dash() -> None:
+    assert "--" not in round_name("a" * 40 + "-" * 10 + "b", "u", "s", 1, 1)
+    assert "--" not in pod_name("a" * 50 + "-" * 10 + "b", 1, "s")
+    assert pod_name("-pool", 1, "s").startswith("pool-1-")
 
 
 def test_each_life_of_an_engine_has_its_own_pod_name() -> None:
