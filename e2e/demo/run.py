@@ -32,13 +32,16 @@ def play(stage: Stage, versions: int, unsynced_versions: int, say: Say) -> bool:
     say("RLPipeline demo and EnginePool engines created: 2 engines on the trainer's (simulated) devices, 2 elsewhere")
     synced = leg.synced(stage, versions, say)
     rounds = [r for r in stage.items("syncrounds") if r["spec"]["pipeline"] == "demo"]
+    # The second leg's engine starts meanwhile.
+    stage.apply(MANIFESTS / "unsynced.yaml")
     say("asking every engine for its checksum, and one more engine that loads the final weights from disk")
     assert synced.checkpoint is not None
     proven = proof.prove(
         _engine_addresses(stage), synced.checkpoint, stage.cluster.state / "engine-from-disk.log", stage.environment
     )
+    proven_text = "equal" if proven.holds else "NOT EQUAL"
+    say(f"checksums of {len(proven.engines)} engines and the one from disk: {proven_text}")
     say(f"second leg: {unsynced_versions} versions without syncs; its reward check must fail")
-    stage.apply(MANIFESTS / "unsynced.yaml")
     unsynced = leg.unsynced(stage, unsynced_versions, say)
 
     print("\nROUNDS: bytes and milliseconds per version; reward: mean of the samples from that version")
@@ -76,7 +79,8 @@ def print_keep(stage: Stage) -> None:
         f"  kubectl get rlfleet -n {NAMESPACE} -o wide",
         f"  kubectl describe rlp demo -n {NAMESPACE}",
         f"  kubectl scale epool/engines -n {NAMESPACE} --replicas=3    # the last engine drains and goes",
-        f"  kubectl delete pod -n {NAMESPACE} -l rlfleet.dev/engine-index=0    # replaced; closed until the next round",
+        f"  kubectl delete pod -n {NAMESPACE} -l rlfleet.dev/pool=engines,rlfleet.dev/engine-index=0    "
+        "# replaced; the new engine stays closed until a next round",
         "  kubectl explain syncrounds.status.timings",
         "Stop it and remove everything:",
         f"  cd {ROOT} && {os.path.relpath(sys.executable, ROOT)} -m e2e.cluster down --state {stage.cluster.state}",

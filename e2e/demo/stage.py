@@ -24,6 +24,8 @@ MANIFESTS = Path(__file__).parent / "manifests"
 NAMESPACE = "demo"
 NODES = 4
 _POLL_SECONDS = 0.5
+#: Each look at the pods is a process of kubectl: few of them, on a machine whose cores the training needs.
+_CHECK_SECONDS = 3.0
 _OPERATOR_STOP_SECONDS = 10.0
 
 Say = Callable[[str], None]
@@ -126,13 +128,15 @@ class Stage:
         Ends at once, with logs, when the operator or a container of the watched pods has failed.
         """
         deadline = time.monotonic() + seconds
-        while True:
-            if found := condition():
-                return found
-            self.check(*watched)
+        checked = 0.0
+        while not (found := condition()):
+            if time.monotonic() - checked > _CHECK_SECONDS:
+                self.check(*watched)
+                checked = time.monotonic()
             if time.monotonic() > deadline:
                 raise DemoError(f"{what}: not within {seconds:.0f} s", self.logs())
             time.sleep(_POLL_SECONDS)
+        return found
 
     def check(self, *watched: str) -> None:
         """Raises DemoError when the operator has ended, or a container of one of these pods has failed."""
