@@ -23,7 +23,7 @@ INFO = {"version": "0.5.23", "tp_size": 2, "pp_size": 1, "dp_size": 1, "model_pa
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(tmp_path)
+    made = Engine(tmp_path, "--step-ms", "10")  # slow enough to be met in the middle of a request
     try:
         yield made.up()
     finally:
@@ -110,16 +110,17 @@ async def test_against_the_reference_engine(engine: Engine) -> None:
 
 async def test_a_pause_in_the_middle_of_requests_retracts_them_and_none_fails(engine: Engine) -> None:
     adapter = make_adapter("SGLang", engine.url, api_key=None, admin_key=None)
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}}
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}}
     request = asyncio.create_task(asyncio.to_thread(engine.http.post, "/generate", json=body))
     while (await adapter.view(5)).running != 1:
+        assert not request.done(), request.result().text
         await asyncio.sleep(0.005)
     await adapter.pause(PauseMode.RETRACT, drain_seconds=0)
     assert (await adapter.view(5)).running == 0
     assert not request.done()
     await adapter.resume()
     answer = (await request).json()
-    assert len(answer["output_ids"]) == 400
+    assert len(answer["output_ids"]) == 100
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
     await adapter.close()
 
