@@ -447,7 +447,9 @@ class GateStatus(Report):
         default_factory=dict, description="router name -> it lists us; None: unknown"
     )
     devices: DeviceReport = DeviceReport(source="Unknown")
-    startup: ErrorBody | None = Field(default=None, description="why the start-up promise does not hold yet; None: it holds")
+    startup: ErrorBody | None = Field(
+        default=None, description="why the start-up promise does not hold yet; None: it holds"
+    )
     attempts: dict[str, int] = Field(
         default_factory=dict, description='"operationUID/step" -> highest attempt in the log, for the latest operations'
     )
