@@ -64,7 +64,7 @@ def main() -> int:
         carried_tokens=arguments.carried_tokens,
         sync=not arguments.no_sync,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from .fleet import Fleet
 
     try:
@@ -87,6 +87,7 @@ def main() -> int:
             curve = train(settings, rollouts, fleet.publish, progress, arguments.checkpoint)
             if curve:
                 print(f"mean reward: first {curve[0]:.3f}, last {curve[-1]:.3f}", flush=True)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # all steps are done
             while arguments.stay:
                 signal.pause()
     except LogprobError as error:

@@ -47,7 +47,7 @@ def disk(start_engine: Any, tmp_path: Path) -> Disk:
     directory = tmp_path / "weights"
     directory.mkdir()
     # The engine's own seed differs from the trainer's: its first weights are not the base version.
-    return Disk(start_engine("numpy", "--seed", "99", "--step-ms", "2"), directory)
+    return Disk(start_engine("numpy", "--seed", "99", "--step-ms", "5"), directory)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def rollouts(disk: Disk) -> Iterator[RolloutClient]:
 
 def test_reward_rises_with_syncs_and_every_token_is_accounted_for(disk: Disk, rollouts: RolloutClient) -> None:
     progress = io.StringIO()
-    curve = train(Settings(steps=30, seed=0), rollouts, disk, progress)
+    curve = train(Settings(steps=30, seed=0, carried_tokens=48), rollouts, disk, progress)
     assert curve[0] < CHANCE + 0.1
     assert sum(curve[-5:]) / 5 > 0.7
     lines = [json.loads(line) for line in progress.getvalue().splitlines()]
@@ -92,7 +92,7 @@ def test_an_engine_that_claims_what_it_does_not_hold_ends_the_run(
         return disk(version, state)
 
     with pytest.raises(LogprobError, match=message):
-        train(Settings(steps=2, seed=0), rollouts, publish, io.StringIO())
+        train(Settings(steps=2, seed=0, carried_tokens=200), rollouts, publish, io.StringIO())
 
 
 def answer(**changes: Any) -> dict[str, Any]:

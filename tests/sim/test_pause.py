@@ -18,12 +18,14 @@ from e2e.sim.tensors import write_safetensors
 
 CONFIG = MODELS["tiny"]
 PROMPT = [3, 9, 12]
+#: At 10 ms per step these take at least two seconds: long enough to be met in flight.
+TOKENS = 200
 
 
 class InFlight:
     """One long request in a thread."""
 
-    def __init__(self, engine: Any, new_tokens: int = 100, **more: Any) -> None:
+    def __init__(self, engine: Any, new_tokens: int = TOKENS, **more: Any) -> None:
         self.answer: httpx.Response | None = None
         body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": new_tokens}, **more}
 
@@ -45,7 +47,6 @@ class InFlight:
 
 @pytest.fixture
 def engine(start_engine: Any) -> Any:
-    # 100 tokens take at least a second: long enough to be met in flight
     return start_engine("numpy", "--step-ms", "10", "--health-timeout", "1.2")
 
 
@@ -81,7 +82,7 @@ def test_retract_recomputes_under_the_new_weights_and_says_so_by_spans(engine: A
     assert engine.post("/continue_generation").status_code == 200
     assert engine.http.get("/ready").status_code == 200
 
-    sample = parse(PROMPT, 100, request.result())
+    sample = parse(PROMPT, TOKENS, request.result())
     assert [s.version for s in sample.spans] == ["default", "2"]
     assert sample.retractions == 1
     assert history().check([sample], 1e-3) <= 1e-3
@@ -99,7 +100,7 @@ def test_in_place_keeps_the_old_cache_so_tokens_belong_to_neither_policy(engine:
     assert "flush" in refused.text
     assert engine.http.get("/model_info").json()["weight_version"] == "default"
     engine.post("/continue_generation")
-    sample = parse(PROMPT, 100, request.result())
+    sample = parse(PROMPT, TOKENS, request.result())
     assert [s.version for s in sample.spans] == ["default", "2"]
     assert sample.retractions == 0
     with pytest.raises(LogprobError):
@@ -112,7 +113,7 @@ def test_abort_ends_running_requests_and_holds_later_ones_out_of_reach(engine: A
     assert engine.post("/pause_generation").status_code == 200  # abort is the default
     aborted = request.result()
     assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(aborted["output_ids"]) < 100
+    assert 0 < len(aborted["output_ids"]) < TOKENS
 
     late = InFlight(engine, new_tokens=2)
     for _ in range(3):
@@ -151,7 +152,7 @@ def test_an_update_without_a_pause_waits_for_requests_in_flight(engine: Any, tmp
 
 
 def test_flush_is_refused_while_anything_runs_and_can_wait_for_idle(engine: Any) -> None:
-    request = InFlight(engine, new_tokens=50)
+    request = InFlight(engine, new_tokens=150)
     running(engine)
     assert engine.post("/flush_cache").status_code == 400
     assert engine.http.post("/flush_cache?timeout=30").status_code == 200
