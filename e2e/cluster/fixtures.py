@@ -32,6 +32,8 @@ def namespace(cluster: LocalCluster) -> Iterator[str]:
     # The namespace itself goes in its own time (an object's finalizer may need a controller that no longer runs), but
     # its processes must not take the machine from the next test.
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+    # A terminating namespace takes no new pods, but its controller would first wait five seconds.
+    cluster.kubectl("delete", "pods", "--all", f"--namespace={name}", "--wait=false")
     deadline = time.monotonic() + _GONE_SECONDS
     while pods := cluster.get("pods", f"--namespace={name}")["items"]:
         assert time.monotonic() < deadline, f"pods stay in {name}: {[pod['metadata']['name'] for pod in pods]}"
