@@ -1,4 +1,4 @@
-"""Fixtures: one engine, one gate, one router per test; every process is ended by its own handle."""
+"""Fixtures: a gate per test, an engine and a router that tests share; every process is ended by its own handle."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ import pytest
 from tests.gate.kit import Engine, Gate, Operator, Router, address
 
 
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """The engine that tests share, the last of the list; one that a test killed is followed by a new one."""
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    started = Engine(tmp_path)
-    try:
-        yield started.up()
-    finally:
-        started.close()
+def engine(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A running engine that looks fresh: not paused, label "default", no faults. Its weights may be any."""
+    if not engines or engines[-1].process.popen.poll() is not None:
+        engines.append(Engine(tmp_path_factory.mktemp("engine")).up())
+    engines[-1].reset()
+    return engines[-1]
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def make_gate(tmp_path: Path) -> Iterator[Callable[..., Gate]]:
 
 @pytest.fixture
 def gate(engine: Engine, make_gate: Callable[..., Gate]) -> Gate:
-    return make_gate(engine.url, engine.host)
+    return make_gate(engine.url)
 
 
 @pytest.fixture

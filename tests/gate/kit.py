@@ -110,6 +110,18 @@ class Engine:
         until("engine up", ready)
         return self
 
+    def reset(self) -> None:
+        """Undo what an earlier test did to admission, label and faults."""
+        self.faults()
+        self.http.post("/continue_generation", json={}).raise_for_status()
+        body = {"new_version": "default", "abort_all_requests": False}
+        self.http.post("/update_weight_version", json=body).raise_for_status()
+
+        def ready() -> bool:
+            return self.ready() == 200 or (self.http.get("/health").status_code == 200 and self.ready() == 200)
+
+        until("engine ready", ready)
+
     def faults(self, **rules: dict[str, Any]) -> None:
         self.http.post("/_sim/faults", json=rules).raise_for_status()
 
@@ -321,10 +333,15 @@ class Operator:
         return self.gate.http.post("/v1/enroll", json=body, headers=self.headers(operation=""))
 
     def ready(self, routers: list[dict[str, Any]] | None = None) -> Operator:
-        """Enroll and wait until the start-up promise holds and the engine is known."""
+        """Enroll and wait until the start-up promise holds, the engine is known, and the gate has closed it."""
         assert self.enroll(routers).status_code == 200
         until("start-up promise", lambda: self.gate.startupz().status_code == 200)
-        until("engine known", lambda: self.status()["capabilities"])
+
+        def closed() -> bool:
+            status = self.status()
+            return bool(status["capabilities"]) and status["engine"].get("paused") is True
+
+        until("engine known and closed", closed)
         return self
 
     def fence(self) -> httpx.Response:
@@ -412,6 +429,11 @@ class Operator:
         self.ok("Load", **self.load_order(weights, version), **more)
         self.ok("Verify", **self.names(weights, version), **more)
         return self.ok("Publish", **self.names(weights, version), **more)
+
+    def serve(self, weights: Weights, version: int) -> None:
+        """Deliver and resume: the engine serves this version."""
+        self.deliver(weights, version)
+        self.ok("Resume", **self.names(weights, version))
 
     def next(self, operation: str = "round-2") -> Operator:
         """The same pipeline under a newer operation and generation."""

@@ -35,7 +35,6 @@ def test_equal_and_higher_are_accepted_and_stored(operator: Operator, gate: Gate
         ("round-2", 1000, "pipeline-uid", "OtherOperation"),
         ("round-1", 1000, "other-uid", "OtherPipeline"),
         ("round-1", 999, "other-uid", "OtherPipeline"),
-        ("round-9", 1001, "other-uid", "OtherPipeline"),  # higher, but the engine is not closed
     ],
 )
 def test_refusals_name_what_is_held_and_store_nothing(
@@ -67,9 +66,12 @@ def test_operations_are_fenced_and_raise_the_fence_before_they_act(operator: Ope
 
 
 def test_another_pipeline_takes_over_only_a_closed_engine(operator: Operator, gate: Gate, engine: Engine) -> None:
-    operator.ok("Pause")
-    assert engine.ready() == 503
+    operator.serve(Weights.of(1), 1)
     taker = caller(gate, "repair-1", 2000, "other-uid")
+    open_answer = taker.fence()
+    assert (open_answer.status_code, open_answer.json()["reason"]) == (412, "OtherPipeline")
+    operator.ok("Pause", attempt=2)
+    assert engine.ready() == 503
     assert caller(gate, "repair-1", 1000, "other-uid").fence().json()["reason"] == "OtherPipeline"
     assert taker.fence().status_code == 200
     assert taker.status()["fence"]["pipeline"] == "other-uid"

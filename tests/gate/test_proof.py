@@ -62,26 +62,29 @@ def test_a_refused_load_leaves_the_engine_unproven_and_can_be_repeated(operator:
 
 
 def test_load_needs_a_paused_engine(operator: Operator, engine: Engine) -> None:
-    weights = Weights.of(1)
-    operator.prepare(weights, 1)
-    operator.push_all(weights)
-    assert operator.refused("Load", **operator.load_order(weights, 1)) == "NotProven"
-    operator.ok("Pause")
+    operator.serve(Weights.of(1), 1)
+    newer, weights = operator.next(), Weights.of(2)
+    newer.prepare(weights, 2)
+    newer.push_all(weights)
+    assert newer.refused("Load", **newer.load_order(weights, 2)) == "NotProven"
+    newer.ok("Pause")
     engine.http.post("/continue_generation", json={}).raise_for_status()  # somebody else
-    assert operator.refused("Load", **operator.load_order(weights, 1)) == "NotProven"
-    assert operator.status()["loads"] == []
+    assert newer.refused("Load", **newer.load_order(weights, 2)) == "NotProven"
+    assert [load["version"] for load in newer.status()["loads"]] == [1]
+    assert newer.status()["holds"]["version"] == 1
 
 
 def test_verify_reports_the_engines_checksum_and_that_it_moved(operator: Operator, engine: Engine) -> None:
-    weights = Weights.of(1)
-    operator.prepare(weights, 1)
-    operator.push_all(weights)
-    operator.ok("Pause")
+    operator.deliver(Weights.of(1), 1)
+    newer, weights = operator.next(), Weights.of(2)
+    newer.prepare(weights, 2)
+    newer.push_all(weights)
+    newer.ok("Pause")
     before = engine.checksum()
-    load = operator.ok("Load", **operator.load_order(weights, 1))
+    load = newer.ok("Load", **newer.load_order(weights, 2))
     assert load["result"]["checksumBefore"] == before
     assert load["result"]["bytes"] == weights.total
-    result = operator.ok("Verify", **operator.names(weights, 1))["result"]
+    result = newer.ok("Verify", **newer.names(weights, 2))["result"]
     assert result == {"engineDigest": engine.checksum(), "changed": True, "meaningful": True, "delivered": True}
 
 

@@ -12,8 +12,7 @@ from tests.gate.kit import Engine, Gate, Operator, Router, Weights, router_entry
 def opened(operator: Operator, router: Router) -> Weights:
     """Deliver a version, resume and open."""
     weights = Weights.of(1)
-    operator.deliver(weights, 1)
-    operator.ok("Resume", **operator.names(weights, 1))
+    operator.serve(weights, 1)
     operator.ok("Open")
     return weights
 
@@ -21,9 +20,9 @@ def opened(operator: Operator, router: Router) -> Weights:
 def test_own_url_in_a_router_at_first_start_is_removed_before_the_engine_may_start(
     engine: Engine, router: Router, make_gate: Callable[..., Gate]
 ) -> None:
-    router.add(engine.url + "/")  # another spelling of the same address, as an earlier owner left it
-    until("router lists it", lambda: router.urls() == [engine.url + "/"])
-    operator = Operator(make_gate(engine.url, engine.host))
+    router.add(engine.url)  # left by an earlier owner of the address
+    until("router lists it", lambda: router.urls() == [engine.url])
+    operator = Operator(make_gate(engine.url))
     assert operator.gate.startupz().status_code == 503
     operator.enroll([router_entry(router)])
     until("promise", lambda: operator.gate.startupz().status_code == 200)
@@ -37,7 +36,7 @@ def test_own_url_in_a_router_at_first_start_is_removed_before_the_engine_may_sta
 def test_the_lists_must_stay_empty_for_the_quiet_time(
     engine: Engine, router: Router, make_gate: Callable[..., Gate]
 ) -> None:
-    operator = Operator(make_gate(engine.url, engine.host, RLFLEET_ROUTER_QUIET_SECONDS="2"))
+    operator = Operator(make_gate(engine.url, RLFLEET_ROUTER_QUIET_SECONDS="2"))
     operator.enroll([router_entry(router)])
     until("counting", lambda: operator.gate.startupz().json().get("reason") == "NotProven")
     router.add(engine.url)  # the late job of an earlier owner
@@ -51,7 +50,7 @@ def test_a_router_that_does_not_answer_keeps_the_engine_waiting_under_its_name(
 ) -> None:
     assert router.process is not None
     router.process.popen.send_signal(signal.SIGSTOP)
-    operator = Operator(make_gate(engine.url, engine.host))
+    operator = Operator(make_gate(engine.url))
     operator.enroll([router_entry(router)])
 
     def blocked() -> bool:
@@ -71,9 +70,7 @@ def test_a_router_that_does_not_answer_keeps_the_engine_waiting_under_its_name(
 
 
 def test_no_router_is_legal(operator: Operator) -> None:
-    weights = Weights.of(1)
-    operator.deliver(weights, 1)
-    operator.ok("Resume", **operator.names(weights, 1))
+    operator.serve(Weights.of(1), 1)
     operator.ok("Open")
     operator.ok("Close")
     assert operator.status()["routed"] == {}
@@ -121,9 +118,7 @@ def test_a_gate_restart_beside_a_routed_engine_touches_no_entry(
 
 def test_a_router_that_does_not_answer_fails_open_and_close(operator: Operator, router: Router, engine: Engine) -> None:
     operator.enroll([router_entry(router)])
-    weights = Weights.of(1)
-    operator.deliver(weights, 1)
-    operator.ok("Resume", **operator.names(weights, 1))
+    operator.serve(Weights.of(1), 1)
     router.close()
     for kind in ("Open", "Close"):
         record = operator.run(kind, deadlineSeconds=1)
@@ -139,9 +134,7 @@ def test_an_interrupted_open_is_settled_by_a_close_that_waits_out_late_jobs(
     operator: Operator, router: Router, engine: Engine, gate: Gate
 ) -> None:
     operator.enroll([router_entry(router)])
-    weights = Weights.of(1)
-    operator.deliver(weights, 1)
-    operator.ok("Resume", **operator.names(weights, 1))
+    operator.serve(Weights.of(1), 1)
     engine.faults(health={"action": "delay", "seconds": 1.0, "times": 1})  # the router's job takes a while
     op_id = operator.start("Open").json()["id"]
     until("in flight", lambda: operator.status().get("inFlight") == op_id)

@@ -1,0 +1,1 @@
+"""The sidecar in every engine pod: the only thing that drives the engine's control endpoints (docs/protocol.md)."""

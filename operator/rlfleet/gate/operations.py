@@ -23,7 +23,7 @@ from rlfleet.gate import actions, loads
 from rlfleet.gate.actions import Action, no_check
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
-from rlfleet.gate.links import now_ms
+from rlfleet.gate.links import STATUS_SECONDS, now_ms
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +118,24 @@ class Operations:
 
         Does nothing while an operation runs, is unsettled, or proof is there: then orders decide.
         """
-        async with self._starting:
-            store = self._ctx.store
-            if store.holds is not None or self._current is not None or store.unsettled():
-                return False
-            if await actions.is_paused(self._ctx) is not True:
-                await actions.pause_engine(self._ctx, PauseMode.RETRACT, drain_seconds=0)
-                log.info("engine closed: nothing proves its weights yet")
+        view = await self._ctx.engine.adapter.view(STATUS_SECONDS)
+        if self._ctx.engine.paused(view):
             return True
+        if not view.admitting:
+            # Still starting, or its last health check failed. Without the lock, so that orders need not wait for it.
+            if view.reachable and not self._orders_decide():
+                await self._ctx.engine.adapter.heal_readiness(actions.HEAL_AGAIN_SECONDS)
+            return False
+        async with self._starting:
+            if self._orders_decide():
+                return False
+            await actions.pause_engine(self._ctx, PauseMode.RETRACT, drain_seconds=0)
+            log.info("engine closed: nothing proves its weights yet")
+            return True
+
+    def _orders_decide(self) -> bool:
+        store = self._ctx.store
+        return store.holds is not None or self._current is not None or bool(store.unsettled())
 
     def _refuse_if_uncertain(self, kind: str) -> None:
         if kind in SAFE_KINDS:
