@@ -77,8 +77,8 @@ class Operator:
         env = {
             **os.environ,
             "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}",
-            "KUBECONFIG": str(self.cluster.operator_kubeconfig),
-            "RLFLEET_HEALTH_PORT": str(self.port),
+            "RLFLEET_KUBECONFIG": str(self.cluster.operator_kubeconfig),
+            "RLFLEET_HEALTH_BIND": f"127.0.0.1:{self.port}",
             "RLFLEET_POLL_SECONDS": "1",
             **self.env,
         }
@@ -175,8 +175,10 @@ class Fleet:
         self.apply("EnginePool", name, {**base, **spec})
 
     def trainer(self, **env: str) -> None:
-        """Create the trainer pod (with the rights that the SDK needs) and wait until its sender can be ordered."""
-        self.cluster.apply(*trainer_objects(self.namespace, env))
+        """Create the trainer pod, with the operator's public keys, and wait until its sender can be ordered."""
+        keys = wait_until(lambda: self.status("rlpipeline", "p").get("publicKeys"), "the operator's public keys")
+        text = json.dumps({k["kid"]: k["key"] for k in keys})
+        self.cluster.apply(trainer_pod(self.namespace, {"RLFLEET_PUBLIC_KEYS": text, **env}))
         self.wait_trainer()
 
     def wait_trainer(self) -> None:
@@ -323,54 +325,26 @@ def condition(obj: dict[str, Any], kind: str) -> str:
     return next((str(c["status"]) for c in conditions if c["type"] == kind), "")
 
 
-def trainer_objects(namespace: str, env: dict[str, str]) -> list[dict[str, Any]]:
-    """Service account, role, binding and pod of the trainer."""
-    meta = {"name": "trainer", "namespace": namespace}
-    group = "rlfleet.dev"
-    field = {"RLFLEET_POD_IP": "status.podIP", "RLFLEET_POD_UID": "metadata.uid",
-             "RLFLEET_POD_NAMESPACE": "metadata.namespace"}  # fmt: skip
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "Role",
-            "metadata": meta,
-            "rules": [
-                {"apiGroups": [group], "resources": ["rlpipelines"], "verbs": ["get", "list", "watch"]},
+def trainer_pod(namespace: str, env: dict[str, str]) -> dict[str, Any]:
+    """The trainer's pod."""
+    fields = {"RLFLEET_POD_IP": "status.podIP", "RLFLEET_POD_UID": "metadata.uid"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "trainer", "namespace": namespace, "labels": {"app": "trainer"}},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
                 {
-                    "apiGroups": [group],
-                    "resources": ["syncrounds"],
-                    "verbs": ["get", "list", "watch", "create", "patch"],
-                },
+                    "name": "trainer",
+                    "image": "rlfleet/trainer",
+                    "command": ["python", "-m", "e2e.scenarios.publisher"],
+                    "env": [
+                        *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": v}}} for k, v in fields.items()),
+                        *({"name": k, "value": v} for k, v in env.items()),
+                    ],
+                }
             ],
         },
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "RoleBinding",
-            "metadata": meta,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "trainer"},
-            "subjects": [{"kind": "ServiceAccount", "name": "trainer", "namespace": namespace}],
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {**meta, "labels": {"app": "trainer"}},
-            "spec": {
-                "serviceAccountName": "trainer",
-                "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": 1,
-                "containers": [
-                    {
-                        "name": "trainer",
-                        "image": "rlfleet/trainer",
-                        "command": ["python", "-m", "e2e.scenarios.publisher"],
-                        "env": [
-                            *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": v}}} for k, v in field.items()),
-                            {"name": "RLFLEET_PIPELINE", "value": "p"},
-                            *({"name": k, "value": v} for k, v in env.items()),
-                        ],
-                    }
-                ],
-            },
-        },
-    ]
+    }

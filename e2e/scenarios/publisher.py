@@ -17,7 +17,6 @@ import torch
 from e2e.sim.model import MODELS
 from e2e.sim.model_torch import torch_state
 from rlfleet.api.tokens import PublicKeys
-from rlfleet.client import Client
 from rlfleet.sender import WeightSender
 
 CONTROL_PORT = 9451
@@ -31,7 +30,7 @@ def state(seed: int, change: str | None, bulk_mib: int = 0) -> dict[str, torch.T
     """
     weights = dict(torch_state(MODELS["tiny"], seed))
     if bulk_mib:
-        weights["bulk"] = torch.full((bulk_mib << 20,), seed % 251, dtype=torch.uint8)
+        weights["bulk"] = torch.full((bulk_mib << 18,), float(seed))
     first = next(iter(weights))
     if change == "empty":
         return {}
@@ -40,6 +39,9 @@ def state(seed: int, change: str | None, bulk_mib: int = 0) -> dict[str, torch.T
         weights[first].view(-1)[0] = float("nan")
     if change == "shape":
         weights[first] = weights[first][:-1].contiguous()
+    if change == "names":
+        # Engines answer success to names that they do not know, and load nothing ([engines] 5).
+        return {f"wrong.{name}": tensor for name, tensor in weights.items()}
     if change == "dtype":
         weights[first] = weights[first].to(torch.float64)
     return weights
@@ -49,11 +51,10 @@ def main() -> None:
     """Serve until killed."""
     torch.set_num_threads(1)
     host = os.environ["RLFLEET_POD_IP"]
-    keys = PublicKeys(Client(os.environ["RLFLEET_POD_NAMESPACE"], os.environ["RLFLEET_PIPELINE"]).public_keys())
     sender = WeightSender(
         host,
         pod_uid=os.environ["RLFLEET_POD_UID"],
-        public_keys=keys,
+        public_keys=PublicKeys.from_json(os.environ["RLFLEET_PUBLIC_KEYS"]),
         bucket_bytes=int(os.environ.get("BUCKET_BYTES", "1048576")),
         second_slot=os.environ.get("SECOND_SLOT") == "1",
     )
@@ -70,7 +71,7 @@ def main() -> None:
                     int(order["version"]),
                     weights,
                     timeout=float(order.get("timeout", 30)),
-                    allow_layout_change=bool(order.get("bulk")),
+                    allow_layout_change=bool(order.get("bulk")) or order.get("change") == "names",
                 )
                 code, answer = 200, {"digest": manifest.digest, "incarnation": sender.incarnation}
             except Exception as e:  # noqa: BLE001 - the test wants to see whatever a training loop would see

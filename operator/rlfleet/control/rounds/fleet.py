@@ -323,7 +323,10 @@ class SenderLink:
                     return record
                 record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
             except Refused as e:
-                return e
+                # An order of a predecessor still runs there; it ends by itself, within its own deadline.
+                if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
+                    return e
+                await asyncio.sleep(min(0.2, max(0.0, left)))
             except Silent as e:
                 if left <= 0 or await self.gone():
                     return e
