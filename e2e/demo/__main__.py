@@ -24,7 +24,7 @@ from e2e.demo.stage import ClusterError, DemoError, Stage
 
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
-MINIMUM_VERSIONS = 6
+MINIMUM_VERSIONS = 4
 
 
 class Interrupted(BaseException):
@@ -50,7 +50,9 @@ def _clock() -> Callable[[str], None]:
 def _versions(text: str) -> int:
     count = int(text)
     if count < MINIMUM_VERSIONS:
-        raise argparse.ArgumentTypeError(f"must be at least {MINIMUM_VERSIONS}, or the reward has no time to rise")
+        raise argparse.ArgumentTypeError(
+            f"must be at least {MINIMUM_VERSIONS}: the reward check needs a beginning and an end"
+        )
     return count
 
 

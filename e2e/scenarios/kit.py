@@ -210,7 +210,7 @@ class Fleet:
         code, answer = http(
             "POST",
             self.trainer_url(),
-            {"version": version, "seed": version if seed is None else seed, **order},
+            {"version": version, "seed": version + 1000 if seed is None else seed, **order},
             timeout=60,
         )
         assert code == 200, answer
@@ -293,6 +293,16 @@ class Fleet:
             return pods if len(pods) == len(ready) == count else None
 
         return wait_until(look, f"{count} ready engines", seconds, every=0.3)
+
+    def replaced(self, old: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Wait until as many engines are ready as before, none of them an old one; the new ones."""
+        gone = {p["metadata"]["uid"] for p in old}
+
+        def look() -> list[dict[str, Any]] | None:
+            pods = self.ready_engines(len(old))
+            return None if gone & {p["metadata"]["uid"] for p in pods} else pods
+
+        return wait_until(look, "all engines to be replaced")
 
     def checksum(self, pod: dict[str, Any]) -> str:
         """The engine's own checksum of its parameters, asked of the engine itself."""

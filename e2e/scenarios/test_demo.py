@@ -22,7 +22,7 @@ VERSIONS = 12
 UNSYNCED = 8
 
 
-def _start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+def _start(tmp_path: Path, *words: str, **more: str) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("KUBECONFIG", "KEEP", "MAKEFLAGS")}
     return subprocess.Popen(
         words,
@@ -32,6 +32,7 @@ def _start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
             "TMPDIR": str(tmp_path),
             "DEMO_VERSIONS": str(VERSIONS),
             "DEMO_UNSYNCED_VERSIONS": str(UNSYNCED),
+            **more,
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -83,6 +84,34 @@ def test_make_demo_keeps_its_promises_and_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(480)
+def test_a_broken_promise_fails_the_demo_and_keep_leaves_a_fleet_to_look_at(tmp_path: Path) -> None:
+    # Four versions are too few for the reward to rise: that promise breaks, the others hold.
+    words = (sys.executable, "-m", "e2e.demo", "--versions=4", "--unsynced-versions=4")
+    with _start(tmp_path, *words, KEEP="1") as process:
+        output, _ = process.communicate(timeout=400)
+    try:
+        assert process.returncode == EXIT_BROKEN, output
+        broken = re.findall(r"^FAIL +(.*)$", output, re.MULTILINE)
+        assert any("mean reward rises" in promise for promise in broken), output
+        assert all("reward" in promise or "check can fail" in promise for promise in broken), output
+        assert "DEMO FAILED" in output
+        hints = [line.strip() for line in output[output.index("KEEP=1:") :].splitlines()]
+        commands = [line for line in hints if line.startswith(("export ", "kubectl "))]
+        assert sum(line.startswith("kubectl ") for line in commands) == 5, hints
+        tried = subprocess.run(
+            ["bash", "-euxc", "\n".join(commands)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert tried.returncode == 0, tried.stderr
+        assert "enginepool.rlfleet.dev/engines scaled" in tried.stdout
+    finally:
+        stop = next((line.strip() for line in output.splitlines() if "e2e.cluster down" in line), "false")
+        stopped = subprocess.run(["bash", "-euc", stop], capture_output=True, text=True, timeout=120, check=False)
+    assert stopped.returncode == 0, stopped.stderr
+    assert _left_behind(tmp_path) == []
+
+
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("after", ["kube-apiserver ready", "RLPipeline demo", "requests begin"])
 def test_an_interrupted_demo_cleans_up(after: str, tmp_path: Path) -> None:
@@ -116,7 +145,7 @@ def test_too_few_versions_are_refused(tmp_path: Path) -> None:
     with _start(tmp_path, sys.executable, "-m", "e2e.demo", "--versions=3") as process:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "at least 6" in output
+    assert "at least 4" in output
     assert _left_behind(tmp_path) == []
 
 

@@ -117,9 +117,7 @@ def test_when_no_engine_takes_the_weights_nothing_is_committed(fleet: Fleet) -> 
     assert status["committed"] is False
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     # Poisoned engines are never resumed: they are replaced, and the new ones wait for a round.
-    fresh = wait_until(
-        lambda: (p := fleet.ready_engines(2)) and not set(names(p)) & set(names(pods)) and p, "two new engines"
-    )
+    fresh = fleet.replaced(pods)
     assert fleet.sync(2)["status"]["phase"] == "Succeeded"
     assert {fleet.label(p) for p in fresh} == {"2"}
 
@@ -151,9 +149,7 @@ def test_a_wrong_success_is_found_out(fleet: Fleet) -> None:
     assert "hecksum" in status["failure"]["message"]
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     # Nothing proves what they hold now: they are replaced, and the new ones are closed.
-    fresh = wait_until(
-        lambda: (p := fleet.ready_engines(2)) and not set(names(p)) & set(names(pods)) and p, "two new engines"
-    )
+    fresh = fleet.replaced(pods)
     assert {fleet.label(p) for p in fresh} == {"default"}
     wait_until(lambda: all(fleet.paused(p) for p in fresh), "the new engines to be closed")
 
@@ -220,8 +216,8 @@ def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalC
     cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate")
     fleet.publish(1)
     name = fleet.order(1)
-    held = wait_until(lambda: fleet.phase(name) == "Holding" and fleet.status("syncround", name), "Holding", 60)
-    said = next(c for c in held["conditions"] if c["type"] == "Progressing")
+    wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 60)
+    said = next(c for c in fleet.status("syncround", name)["conditions"] if c["type"] == "Progressing")
     assert names(pods)[0] in said["message"]
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     assert fleet.paused(pods[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -39,7 +39,9 @@ def resident_mib(pods: int) -> float:
     return total / 2**20
 
 
-def test_a_64_engine_pool_syncs(wide: LocalCluster, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+def test_a_64_engine_pool_syncs(
+    wide: LocalCluster, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     operator = Operator(wide, tmp_path / "operator", RLFLEET_POLL_SECONDS="5")
     operator.start()
     try:

@@ -32,7 +32,7 @@ def test_auto_mixes_and_both_ways_deliver_the_same_weights(fleet: Fleet) -> None
     fleet.pool(4, backend="torch", placement=pinned([TRAIN[0], TRAIN[1], FREE[0], FREE[1]]))
     fleet.trainer()
     pods = fleet.ready_engines(4, 120)
-    sums = set()
+    sums: set[str] = set()
     for version in (-1, 1, 2):
         done = fleet.sync(version)
         plan = done["status"]["plan"]
@@ -74,7 +74,8 @@ def test_impossible_transports_are_refused_and_touch_nothing(
     fleet: Fleet, mode: str, devices: list[str], reason: str
 ) -> None:
     pipeline(fleet, mode)
-    fleet.pool(1, **({"placement": pinned(devices)} if devices else {}))
+    placement = pinned(devices) if devices else {"mode": "Scheduler"}
+    fleet.pool(1, placement=placement)
     fleet.trainer()
     pod = fleet.ready_engines(1)[0]
     before = fleet.checksum(pod)

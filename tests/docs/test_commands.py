@@ -6,14 +6,23 @@ may be in use.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from e2e.cluster.local import ClusterError, LocalCluster
+from rlfleet.client import Client
+from rlfleet.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -53,6 +62,50 @@ def test_make_targets_that_are_named_exist() -> None:
     for page in pages():
         for target in re.findall(r"`(?:KEEP=1 )?make ([a-z-]+)`", page.read_text()):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.relative_to(ROOT)} names make {target}"
+
+
+def test_sdk_sample_calls_what_exists() -> None:
+    (sample,) = blocks(ROOT / "docs/quickstart.md", "python")
+    callables: dict[str, Callable[..., Any]] = {
+        "Client": Client,
+        "WeightSender": WeightSender,
+        "client.sync": partial(Client.sync, None),
+        "sender.publish": partial(WeightSender.publish, None),
+    }
+    checked = set()
+    for call in (node for node in ast.walk(ast.parse(sample)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        if name in callables:
+            inspect.signature(callables[name]).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
+            checked.add(name)
+    assert checked == set(callables)
+    for attribute in re.findall(r"\b(?:client|sender)\.(\w+)", sample):
+        assert hasattr(Client, attribute) or hasattr(WeightSender, attribute) or attribute == "incarnation"
+
+
+@pytest.mark.cluster
+def test_the_trainer_role_allows_the_sdk_and_nothing_else(cluster: LocalCluster, namespace: str) -> None:
+    cluster.kubectl("apply", "-n", namespace, "-f", str(ROOT / "docs/examples/trainer-rbac.yaml"))
+
+    def may(verb: str, resource: str) -> bool:
+        user = f"--as=system:serviceaccount:{namespace}:trainer"
+        resource, _, part = resource.partition("/")
+        try:
+            return (
+                cluster.kubectl("auth", "can-i", verb, resource, f"--subresource={part}", "-n", namespace, user).strip()
+                == "yes"
+            )
+        except ClusterError:
+            return False
+
+    allowed = {
+        "rlpipelines.rlfleet.dev": {"get", "list", "watch"},
+        "syncrounds.rlfleet.dev": {"create", "get", "list", "watch"},
+    }
+    others = ["syncrounds.rlfleet.dev/status", "rlpipelines.rlfleet.dev/status", "enginepools.rlfleet.dev", "pods"]
+    for resource in [*allowed, *others]:
+        verbs = {v for v in ("get", "list", "watch", "create", "update", "patch", "delete") if may(v, resource)}
+        assert verbs == allowed.get(resource, set()), resource
 
 
 @pytest.mark.cluster
