@@ -7,6 +7,8 @@ from typing import Any
 from rlfleet.api.wire import (
     EngineReport,
     EngineState,
+    ErrorBody,
+    ErrorReason,
     GateStatus,
     Held,
     HoldsRecord,
@@ -72,6 +74,7 @@ def gate(
     load: OperationState | None = None,
     incarnation: str | None = "inc",
     generation: int = 5,
+    startup: ErrorReason | None = None,
 ) -> GateStatus:
     """What a gate says of its engine."""
     return GateStatus(
@@ -85,4 +88,5 @@ def gate(
         loads=(LoadRecord(operation="o", version=12, manifest_digest=DIGEST, state=load),) if load else (),
         routed=routed or {},
         uncertain=uncertain,
+        startup=ErrorBody(reason=startup, message="main does not answer") if startup else None,
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EngineState as Process
-from rlfleet.api.wire import GateStatus, OperationState
+from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.lifecycle import TRANSITIONS, Derived, derive, pod_fact
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
@@ -86,6 +86,13 @@ def test_engine_that_does_not_answer_its_gate_keeps_its_state() -> None:
     assert state(hung, previous=S.ACTIVE).state is S.ACTIVE
     assert state(hung).state is S.LOADING, "it was up once: it holds something"
     assert state(gate(state=Process.UNREACHABLE, holds=None)).state is S.BOOTING
+
+
+def test_start_that_waits_for_a_router_says_so() -> None:
+    waits = gate(state=Process.STARTING, incarnation=None, startup=ErrorReason.ROUTER_UNREACHABLE)
+    assert (state(waits).state, state(waits).reason) == (S.BOOTING, Reason.ROUTER_UNREACHABLE)
+    normal = gate(state=Process.STARTING, incarnation=None, startup=ErrorReason.NOT_ENROLLED)
+    assert state(normal).reason is None
 
 
 def test_pod_facts_overrule_the_gate() -> None:

@@ -104,6 +104,13 @@ def test_problems_and_waits_show() -> None:
     assert condition(waits, "Progressing") == ("True", "RoundInProgress")
 
 
+def test_router_that_keeps_engines_from_starting_is_a_named_condition() -> None:
+    kept = Row(fact(0), Derived(S.BOOTING, Reason.ROUTER_UNREACHABLE, "its start waits: main does not answer"))
+    found = status(kept)
+    assert condition(found, "Degraded") == ("True", "RouterUnreachable")
+    assert found["engines"][0]["failure"].startswith("RouterUnreachable")
+
+
 def test_outdated_pods_are_counted() -> None:
     r = row(0)
     found = status(Row(r.pod, r.derived, r.gate, r.answered, outdated=True), row(1))

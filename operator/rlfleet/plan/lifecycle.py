@@ -17,7 +17,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EngineState as Process
-from rlfleet.api.wire import GateStatus, OperationState
+from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.template import ENGINE
 
@@ -172,6 +172,8 @@ def _observe(
         return Derived(EngineState.DRAINING, Reason.SCALING_DOWN, "the engine is not needed any more")
     if gate is None:
         return _silent(pod, previous)
+    if gate.startup is not None and gate.startup.reason is ErrorReason.ROUTER_UNREACHABLE:
+        return Derived(EngineState.BOOTING, Reason.ROUTER_UNREACHABLE, f"its start waits: {gate.startup.message}"[:500])
     if gate.engine.state is Process.STARTING or gate.incarnation is None:
         return Derived(EngineState.BOOTING if gate.enrolled else _early(pod))
     if gate.engine.state is Process.UNREACHABLE:

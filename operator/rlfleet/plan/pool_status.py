@@ -267,6 +267,9 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     pending = [r for r in rows if r.derived.reason is Reason.POD_PENDING]
     if pending:
         problems.append(Problem(Reason.POD_PENDING, f"{pending[0].pod.name}: {pending[0].derived.message}"))
+    kept = [r for r in rows if r.derived.reason is Reason.ROUTER_UNREACHABLE]
+    if kept and all(p.reason is not Reason.ROUTER_UNREACHABLE for p in problems):
+        problems.append(Problem(Reason.ROUTER_UNREACHABLE, f"{kept[0].pod.name}: {kept[0].derived.message}"))
     silent = [r for r in rows if r.derived.reason in _SILENT]
     if silent:
         reason = silent[0].derived.reason
