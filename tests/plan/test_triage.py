@@ -20,6 +20,8 @@ def decide(rounds: list[RoundRef], **changes: Any) -> Triage:
         "sender_problem": None,
         "now_ms": 2_000,
         "pending_ms": 600_000,
+        "joinable": 2,
+        "expected": 2,
     }
     return triage(rounds, **{**fields, **changes})
 
@@ -79,6 +81,31 @@ def test_a_version_that_the_sender_has_passed_fails_at_once() -> None:
 def test_a_digest_that_the_sender_does_not_hold_fails_at_once() -> None:
     out = decide([ref(manifest_digest=DIGEST_B)])
     assert [(s.outcome, s.reason) for s in out.settle] == [("Failed", Reason.VERSION_NOT_HELD)]
+
+
+@pytest.mark.parametrize(
+    ("joinable", "expected", "committed", "waited_ms", "runs"),
+    [
+        (0, 2, None, 1_000, False),  # engines are starting: nobody could hold the version
+        (0, 2, Committed(0, DIGEST_B), 1_000, False),
+        (1, 2, None, 1_000, False),  # the first round waits for all of them ...
+        (1, 2, None, 300_000, True),  # ... but not for ever
+        (1, 2, Committed(0, DIGEST_B), 1_000, True),  # later rounds leave late joiners to the next one
+        (2, 2, None, 1_000, True),
+        (0, 0, None, 1_000, True),  # an empty fleet is legal
+    ],
+)
+def test_waiting_for_engines(
+    joinable: int, expected: int, committed: Committed | None, waited_ms: int, runs: bool
+) -> None:
+    out = decide([ref(created_ms=0)], joinable=joinable, expected=expected, committed=committed, now_ms=waited_ms)
+    assert (out.run is not None) is runs
+    assert runs or (out.why is not None and out.why[0] is Reason.WAITING_FOR_ENGINES)
+
+
+def test_engines_that_never_come_end_the_round_with_the_pending_deadline() -> None:
+    out = decide([ref(created_ms=0)], joinable=0, expected=2, now_ms=600_001)
+    assert [(s.outcome, s.reason) for s in out.settle] == [("Failed", Reason.PENDING_DEADLINE)]
 
 
 COMMITTED = Committed(5, DIGEST_A)

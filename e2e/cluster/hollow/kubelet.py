@@ -16,12 +16,13 @@ from pathlib import Path
 import aiohttp
 
 from e2e.cluster.hollow.addresses import AddressBlock
-from e2e.cluster.hollow.api import STRATEGIC_MERGE, Api, ApiError, Object
+from e2e.cluster.hollow.api import Api, ApiError, Object
 from e2e.cluster.hollow.container import Container
 from e2e.cluster.hollow.control import short_path
+from e2e.cluster.hollow.devices import Devices
 from e2e.cluster.hollow.environment import PodFacts
 from e2e.cluster.hollow.nodes import ALLOCATABLE, Nodes
-from e2e.cluster.hollow.pod import Host, Pod, gpus_of_pod
+from e2e.cluster.hollow.pod import Host, Pod
 
 log = logging.getLogger("hollow.kubelet")
 
@@ -38,7 +39,7 @@ class HollowKubelet:
         self._mark = mark
         self._pods: dict[str, Pod] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._refused: set[str] = set()
+        self._done: set[str] = set()
 
     async def run(self) -> None:
         """Registers the nodes, marks itself ready, serves for ever."""
@@ -51,9 +52,9 @@ class HollowKubelet:
             aiohttp.ClientSession(connector=probing, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False) as probes,
         ):
             self._api = api
-            self._host = Host(api, probes, self._root, self._folder, self._memory_folder, self._mark)
             self._nodes = Nodes(api, self._count, self._addresses)
-            self._free = {name: self._nodes.devices(name) for name in self._nodes.addresses}
+            devices = Devices({name: self._nodes.devices(name) for name in self._nodes.addresses})
+            self._host = Host(api, probes, self._root, self._folder, self._memory_folder, self._mark, devices)
             await self._nodes.register()
             server = await self._serve_commands()
             try:
@@ -74,60 +75,40 @@ class HollowKubelet:
         async for event, pod in self._api.follow("/api/v1/pods", "fieldSelector=spec.nodeName!="):
             uid = pod["metadata"]["uid"]
             if event == "GONE":
-                self._refused.discard(uid)
+                self._done.discard(uid)
                 if uid in self._tasks:
                     self._tasks[uid].cancel()
             elif uid in self._pods:
                 self._pods[uid].update(pod)
-            elif pod["spec"]["nodeName"] in self._nodes.addresses and uid not in self._refused:
+            elif pod["spec"]["nodeName"] in self._nodes.addresses and uid not in self._done:
                 await self._admit(pod)
 
     async def _admit(self, pod: Object) -> None:
-        uid, node = pod["metadata"]["uid"], pod["spec"]["nodeName"]
+        uid = pod["metadata"]["uid"]
         if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             if pod["metadata"].get("deletionTimestamp"):
                 await self._remove(pod)
             return
-        wanted, free = gpus_of_pod(pod["spec"]), self._free[node]
-        if wanted > len(free):
-            self._refused.add(uid)
-            await self._refuse(pod, f"node {node} has {len(free)} free GPUs, the pod needs {wanted}")
-            return
-        devices = [free.pop(0) for _ in range(wanted)]
-        host_ip = self._nodes.addresses[node]
+        host_ip = self._nodes.addresses[pod["spec"]["nodeName"]]
         address = host_ip if pod["spec"].get("hostNetwork") else self._addresses.take()
 
-        def release() -> None:
-            free.extend(devices)
-            free.sort()
-            self._addresses.release(address)
-
-        worker = Pod(self._host, pod, PodFacts(address, host_ip, ALLOCATABLE), devices, release)
+        worker = Pod(self._host, pod, PodFacts(address, host_ip, ALLOCATABLE))
         worker.update(pod)
         self._pods[uid] = worker
         task = asyncio.create_task(worker.run())
         self._tasks[uid] = task
-        task.add_done_callback(lambda done: self._forget(uid, done))
+        task.add_done_callback(lambda done: self._forget(uid, address, done))
 
-    def _forget(self, uid: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, uid: str, address: str, task: asyncio.Task[None]) -> None:
         pod = self._pods.pop(uid)
         del self._tasks[uid]
-        # The watch may still deliver the object once more before it is gone.
-        self._refused.add(uid)
-        if not task.cancelled() and (problem := task.exception()) is not None:
+        self._addresses.release(address)
+        if task.cancelled():
+            return  # its object is gone already
+        # The watch may deliver the object once more before it reports it gone.
+        self._done.add(uid)
+        if (problem := task.exception()) is not None:
             log.error("worker of %s/%s ended", pod.namespace, pod.name, exc_info=problem)
-
-    async def _refuse(self, pod: Object, message: str) -> None:
-        metadata = pod["metadata"]
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
-        body = {
-            "metadata": {"uid": metadata["uid"]},
-            "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message},
-        }
-        try:
-            await self._api.request("PATCH", path, body, content_type=STRATEGIC_MERGE)
-        except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.warning("refusal of %s/%s: %r", metadata["namespace"], metadata["name"], error)
 
     async def _remove(self, pod: Object) -> None:
         metadata = pod["metadata"]

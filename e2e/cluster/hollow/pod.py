@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,16 @@ import aiohttp
 from e2e.cluster.hollow import status
 from e2e.cluster.hollow.api import STRATEGIC_MERGE, Api, ApiError, Object
 from e2e.cluster.hollow.container import Container, Kind, Launch
+from e2e.cluster.hollow.devices import Devices, share
 from e2e.cluster.hollow.environment import ConfigError, MountPaths, PodFacts, command_line, environment
 from e2e.cluster.hollow.timestamps import now
 from e2e.cluster.hollow.volumes import SERVICE_ACCOUNT_MOUNT, Volumes
 from e2e.cluster.processes import CLUSTER_MARK
 
-GPU = "nvidia.com/gpu"
 _BUNDLE_SECONDS = 0.03
 _RETRY_SECONDS = 0.5
+# How long a pod waits for devices that an earlier pod is about to give back.
+_DEVICE_SECONDS = 15.0
 # What a sidecar gets when the main containers have used up the grace period.
 _MINIMUM_GRACE_SECONDS = 2.0
 
@@ -49,18 +50,16 @@ class Host:
     folder: Path
     memory_folder: Path
     mark: str
+    devices: Devices
 
 
 class Pod:
     """The worker of one pod. ``run`` returns when the pod is gone from the apiserver and nothing of it is left."""
 
-    def __init__(
-        self, host: Host, pod: Object, facts: PodFacts, devices: list[str], release: Callable[[], None]
-    ) -> None:
+    def __init__(self, host: Host, pod: Object, facts: PodFacts) -> None:
         self._host = host
         self._pod = pod
         self._facts = facts
-        self._release = release
         metadata, spec = pod["metadata"], pod["spec"]
         self.uid: str = metadata["uid"]
         self.name: str = metadata["name"]
@@ -78,7 +77,9 @@ class Pod:
         self._written: Object | None = None
         self._transitions: dict[str, tuple[tuple[str, str], str]] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self.containers = [self._container(c, devices_of) for c, devices_of in _share(spec, devices)]
+        self._refusal: dict[str, str] = {}
+        self._devices: dict[str, list[str]] = {}
+        self.containers = [self._container(c) for c in [*spec.get("initContainers", []), *spec["containers"]]]
 
     def update(self, pod: Object) -> None:
         """Takes a newer version of the object."""
@@ -114,9 +115,18 @@ class Pod:
             await asyncio.wait({*tasks, *self._runs.values()})
             self._volumes.remove()
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._release()
+            self._host.devices.give_back(self.uid)
 
     async def _live(self) -> None:
+        try:
+            async with asyncio.timeout(_DEVICE_SECONDS):
+                held = await self._host.devices.take(self.uid, self._pod["spec"])
+        except TimeoutError:
+            message = f"node {self._pod['spec']['nodeName']} has not as many free GPUs as the pod needs"
+            self._refusal = {"reason": "UnexpectedAdmissionError", "message": message}
+            self._end()
+            return
+        self._devices = share(self._pod["spec"], held)
         await self._prepare_volumes()
         self._sandbox = True
         self._dirty.set()
@@ -171,6 +181,8 @@ class Pod:
             await asyncio.wait(self._runs.values())
 
     def _end(self) -> None:
+        # Before the phase or the deletion is written: the scheduler counts an ended pod's GPUs as free from then on.
+        self._host.devices.give_back(self.uid)
         self._ended = status.phase(self.containers, self._policy, ended=True)
         self._dirty.set()
 
@@ -244,6 +256,7 @@ class Pod:
             "conditions": [self._condition(kind, value) for kind, value in wanted.items()],
             "containerStatuses": [status.container_status(c) for c in containers if c.kind is Kind.MAIN],
         }
+        result.update(self._refusal)
         others = [status.container_status(c) for c in containers if c.kind is not Kind.MAIN]
         if others:
             result["initContainerStatuses"] = others
@@ -257,14 +270,14 @@ class Pod:
         # An empty reason removes an earlier one: a strategic merge keeps what is not named.
         return {"type": kind, "status": value[0], "reason": value[1] or None, "lastTransitionTime": known[1]}
 
-    def _container(self, spec: Object, devices: list[str] | None) -> Container:
+    def _container(self, spec: Object) -> Container:
         inits = {c["name"] for c in self._pod["spec"].get("initContainers", [])}
         kind = Kind.MAIN
         if spec["name"] in inits:
             kind = Kind.SIDECAR if spec.get("restartPolicy") == "Always" else Kind.INIT
 
         async def launch() -> Launch:
-            return await self._launch(spec, devices)
+            return await self._launch(spec)
 
         container = Container(
             spec, kind, self._policy, self._facts.pod_ip, self._grace(), launch, self._dirty.set, self._host.probes
@@ -273,7 +286,7 @@ class Pod:
             container.state = {"waiting": {"reason": "ContainerCreating"}}
         return container
 
-    async def _launch(self, spec: Object, devices: list[str] | None) -> Launch:
+    async def _launch(self, spec: Object) -> Launch:
         try:
             given = await environment(self._pod, spec, self._facts, self._fetch)
         except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -296,8 +309,8 @@ class Pod:
         }
         if SERVICE_ACCOUNT_MOUNT in mounts:
             base["RLFLEET_SERVICE_ACCOUNT_DIR"] = mounts[SERVICE_ACCOUNT_MOUNT]
-        if devices is not None:
-            base["NVIDIA_VISIBLE_DEVICES"] = ",".join(devices)
+        if spec["name"] in self._devices:
+            base["NVIDIA_VISIBLE_DEVICES"] = ",".join(self._devices[spec["name"]])
         variables = base | {name: paths.replace(value) for name, value in given.items()}
         words = [paths.replace(word) for word in command_line(spec, base | given)]
         wanted = _existing(paths.replace(spec["workingDir"])) if spec.get("workingDir") else folder
@@ -330,42 +343,6 @@ class Pod:
             {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec},
         )
         return str(answer["status"]["token"])
-
-
-def gpus(container: Object) -> int:
-    """How many GPUs a container asks for."""
-    return int(container.get("resources", {}).get("limits", {}).get(GPU, 0))
-
-
-def gpus_of_pod(spec: Object) -> int:
-    """How many GPUs the pod holds: those of main containers and sidecars, or the largest init container's if more."""
-    lasting = sum(gpus(c) for c in spec["containers"])
-    once = 0
-    for container in spec.get("initContainers", []):
-        if container.get("restartPolicy") == "Always":
-            lasting += gpus(container)
-        else:
-            once = max(once, gpus(container))
-    return max(lasting, once)
-
-
-def _share(spec: Object, devices: list[str]) -> list[tuple[Object, list[str] | None]]:
-    """Containers in the order they start, each with its devices (None: it asks for none)."""
-    result: list[tuple[Object, list[str] | None]] = []
-    given = 0
-    everyone = [*spec.get("initContainers", []), *spec["containers"]]
-    inits = len(spec.get("initContainers", []))
-    for number, container in enumerate(everyone):
-        wanted = gpus(container)
-        if not wanted:
-            result.append((container, None))
-        elif number < inits and container.get("restartPolicy") != "Always":
-            # It ends before the others start, so it borrows theirs.
-            result.append((container, devices[:wanted]))
-        else:
-            result.append((container, devices[given : given + wanted]))
-            given += wanted
-    return result
 
 
 def _existing(folder: str) -> Path:

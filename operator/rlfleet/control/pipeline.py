@@ -35,7 +35,7 @@ from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
-from rlfleet.plan.rounds import Committed, RoundRef, triage
+from rlfleet.plan.rounds import Committed, RoundRef, can_join, triage
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
 from rlfleet.plan.verdicts import to_replace
@@ -84,6 +84,8 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     # 4. the unclaimed
     open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
     spec = pipeline["spec"]
+    await view.observe()
+    live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving]
     todo = triage(
         [ref_of(r) for r in open_rounds.values()],
         committed=committed_of(pipeline),
@@ -91,6 +93,8 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
         sender_problem=sender.problem,
         now_ms=ctx.clock.wall_ms(),
         pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
+        joinable=sum(can_join(e) for e in live),
+        expected=max(expected, len(live)),
     )
     for end in todo.settle:
         ledger.round = open_rounds[end.round.uid]
@@ -116,7 +120,6 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     if todo.waiting is not None and todo.why is not None:
         ledger.round = open_rounds[todo.waiting.uid]
         await _say_waiting(ctx, ledger, todo.waiting, todo.why)
-    await view.observe()
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
     await view.write_if_changed(todo.why, trouble=_last_trouble(pipeline, rounds))
 

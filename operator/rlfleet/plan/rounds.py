@@ -87,8 +87,13 @@ def triage(
     sender_problem: tuple[Reason, str] | None,
     now_ms: int,
     pending_ms: int,
+    joinable: int,
+    expected: int,
 ) -> Triage:
-    """Sort the unclaimed rounds: settle those that can not run, pick the newest that can, or say what it waits for."""
+    """Sort the unclaimed rounds: settle those that can not run, pick the newest that can, or say what it waits for.
+
+    ``joinable``: engines that can take part now; ``expected``: engines that exist or that pools still owe.
+    """
     settle: list[Settlement] = []
     alive: list[RoundRef] = []
     for r in sorted(rounds, key=lambda r: (r.created_ms, r.name)):
@@ -124,7 +129,10 @@ def triage(
     if sender is None:
         reason, message = sender_problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
     elif held(sender, newest.version, newest.manifest_digest) is not None:
-        return Triage(settle=tuple(settle), run=newest)
+        gathering = gather(joinable, expected, first=committed is None, waited_ms=waited, pending_ms=pending_ms)
+        if gathering is None:
+            return Triage(settle=tuple(settle), run=newest)
+        reason, message = gathering
     else:
         reason, message = (
             Reason.SENDER_NOT_READY,
@@ -137,6 +145,21 @@ def triage(
         )
         return Triage(settle=(*settle, late))
     return Triage(settle=tuple(settle), waiting=newest, why=(reason, message))
+
+
+def gather(joinable: int, expected: int, *, first: bool, waited_ms: int, pending_ms: int) -> tuple[Reason, str] | None:
+    """Whether a round should wait for engines that are still starting; None: go.
+
+    A round with nobody in it, while engines exist, would commit a version that nobody holds: it waits. The first round
+    of a pipeline waits for all engines, for up to half of pendingSeconds, because nobody is served before it; later
+    rounds never do (a late joiner is taken along by the next one).
+    """
+    message = f"{joinable} of {expected} engines are up; the round waits for the others"
+    if joinable == 0 and expected > 0:
+        return Reason.WAITING_FOR_ENGINES, message
+    if first and joinable < expected and waited_ms < pending_ms // 2:
+        return Reason.WAITING_FOR_ENGINES, message
+    return None
 
 
 def _final(r: RoundRef, committed: Committed | None, sender: SenderStatus | None) -> Settlement | None:
@@ -258,7 +281,7 @@ def freeze(
     """
     live = [e for e in engines if not e.gone and not e.leaving]
     silent = [e for e in live if e.status is None]
-    ready = sorted((e for e in live if _can_join(e)), key=lambda e: (e.pool, e.name))
+    ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
     limit = unavailable_limit(max_unavailable, len(ready) + len(silent))
     if len(silent) > limit:
         names = ", ".join(sorted(e.name for e in silent)[:8])
@@ -305,7 +328,8 @@ def freeze(
     return plan
 
 
-def _can_join(e: Engine) -> bool:
+def can_join(e: Engine) -> bool:
+    """The gate answers, is enrolled, and its engine process is up: the engine can be a member of a round."""
     return (
         e.status is not None
         and e.status.enrolled

@@ -115,6 +115,8 @@ class Healing:
             sender_problem=None,
             now_ms=self.ctx.clock.wall_ms(),
             pending_ms=int(self.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
+            joinable=1,
+            expected=1,  # this round's own engines are there for it
         ).run
         if newer is None:
             if self.run.sender.status is not None and self.run.sender.status.publish_waiting:
