@@ -1,0 +1,84 @@
+"""The command line and the settings: what is refused, and what is not even imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlfleet import __version__
+from rlfleet.app import settings
+from rlfleet.app.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loaded(*flags: str, **environ: str) -> settings.Settings:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    return settings.load(parser.parse_args(flags), environ)
+
+
+def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
+    assert loaded().poll_seconds == 5
+    assert loaded(RLFLEET_POLL_SECONDS="3").poll_seconds == 3
+    assert loaded("--poll-seconds", "2", RLFLEET_POLL_SECONDS="3").poll_seconds == 2
+    assert loaded("--concurrency", "7").concurrency == 7
+    control = loaded("--namespace", "ops", "--identity", "me").control()
+    assert (control.namespace, control.identity) == ("ops", "me")
+
+
+def test_two_processes_on_one_host_have_different_names() -> None:
+    assert loaded().control().identity != loaded().control().identity
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--api-qps", "0"), r"--api-qps \(RLFLEET_API_QPS\) must be at least"),
+        (("--concurrency", "many"), "'many' is no int"),
+        (("--log-format", "xml"), "must be json or text"),
+        (("--log-level", "LOUD"), "must be DEBUG"),
+        (("--health-bind", "nowhere"), "must be address:port"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_by_name(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(settings.SettingsError, match=message):
+        loaded(*flags)
+    assert main(["operator", *flags]) == 2
+    assert "rlfleet operator:" in capsys.readouterr().err
+
+
+def test_version_and_crds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+    assert main(["crds"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("kind: CustomResourceDefinition") == 3
+    assert main(["crds", "--output", str(tmp_path)]) == 0
+    assert len(list(tmp_path.glob("*.yaml"))) == 3
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (ROOT / "crds" / file.name).read_bytes()
+
+
+def test_gate_command_loads_no_operator_code() -> None:
+    code = (
+        "import sys\n"
+        "from rlfleet.app import cli\n"
+        "assert cli.main(['gate']) == 2, 'a gate without its environment must refuse'\n"
+        "found = {m for m in sys.modules if m.split('.')[0] in ('kopf', 'kubernetes')\n"
+        "         or m.startswith(('rlfleet.control', 'rlfleet.kube', 'rlfleet.app.operator'))}\n"
+        "assert not found, found\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RLFLEET_")}
+    env["PYTHONPATH"] = f"{ROOT / 'operator'}:{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
