@@ -18,8 +18,7 @@ from e2e.demo.stage import MANIFESTS, NAMESPACE, DemoError, Obj, Say, Stage
 ROUTER_PORT = 30001
 _ROUTER_SECONDS = 60.0
 _TRAINER_SECONDS = 60.0
-_ENGINES_SECONDS = 150.0
-_BASE_SECONDS = 120.0
+_BASE_SECONDS = 200.0
 _LEG_SECONDS = 400.0
 _BOOKS_SECONDS = 90.0
 
@@ -57,7 +56,6 @@ def synced(stage: Stage, versions: int, say: Say) -> Leg:
     leg = Leg("synced")
     stage.apply(MANIFESTS / "router.yaml")
     url = _router(stage, "router")
-    _engines(stage, "engines", say)
     stage.config("run", {"router": url, "versions": str(versions)})
     stage.apply(MANIFESTS / "trainer.yaml")
     pod = _trainer(stage, "trainer")
@@ -68,7 +66,7 @@ def synced(stage: Stage, versions: int, say: Say) -> Leg:
         leg.lines += follower.events()
         return bool(leg.lines)
 
-    say("trainer started; the first round brings the base version and opens the engines")
+    say("trainer started; the first round waits for all engines, brings the base version, and opens them")
     stage.wait("base version synced", base, _BASE_SECONDS, "trainer")
     say(f"base version committed in round {leg.lines[0]['sync']['round']}; requests begin")
     stage.apply(MANIFESTS / "load.yaml")
@@ -83,7 +81,6 @@ def unsynced(stage: Stage, versions: int, say: Say) -> Leg:
     """The second leg: the same training, but only the base version is ever synced."""
     leg = Leg("unsynced")
     url = _router(stage, "router-unsynced")
-    _engines(stage, "unsynced", say)
     # The trainer's pod is there already: it waits for this.
     stage.config("run-unsynced", {"router": url, "versions": str(versions)})
     pod = _trainer(stage, "trainer-unsynced")
@@ -95,17 +92,6 @@ def unsynced(stage: Stage, versions: int, say: Say) -> Leg:
 def _router(stage: Stage, name: str) -> str:
     pod: Obj = stage.wait(f"pod {name} Ready", lambda: stage.pod_ready(name), _ROUTER_SECONDS, name)
     return f"http://{pod['status']['podIP']}:{ROUTER_PORT}"
-
-
-def _engines(stage: Stage, pool: str, say: Say) -> None:
-    """Waits until all engines of a pool are up. A round takes along only those that are."""
-
-    def ready() -> bool:
-        found = stage.one("enginepools", pool)
-        return bool(found.get("status", {}).get("readyReplicas") == found["spec"]["replicas"])
-
-    stage.wait(f"engines of pool {pool} Ready", ready, _ENGINES_SECONDS)
-    say(f"engines of pool {pool} are up and closed: nothing is committed yet")
 
 
 def _trainer(stage: Stage, name: str) -> Obj:
