@@ -232,6 +232,16 @@ def test_sync_before_the_sender_has_the_version_waits_and_says_why(fleet: Fleet)
     assert fleet.ended(name)["status"]["phase"] == "Succeeded"
 
 
+def test_a_round_for_an_unknown_pipeline_says_so(fleet: Fleet) -> None:
+    spec = {"pipeline": "nobody", "version": 1, "senderIncarnation": "x"}
+    fleet.apply("SyncRound", "lonely", spec)
+    said = wait_until(
+        lambda: next(iter(fleet.status("syncround", "lonely").get("conditions") or []), None), "the round to say so"
+    )
+    assert (said["type"], said["status"], said["reason"]) == ("Progressing", "False", "PipelineNotFound")
+    assert "no RLPipeline 'nobody'" in said["message"]
+
+
 def test_without_a_sender_the_pending_deadline_ends_the_round(fleet: Fleet) -> None:
     fleet.pipeline(sync={"deadlines": {"pendingSeconds": 3}})
     fleet.pool(1)

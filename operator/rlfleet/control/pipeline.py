@@ -60,6 +60,7 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
         pipeline = await kube.get(RLPIPELINES, namespace, name, timeout=API_SECONDS)
     except NotFound:
         await _let_go(ctx, namespace, rounds)
+        await _say_no_pipeline(ctx, namespace, name, rounds)
         return Done()
     rounds = [r for r in rounds if _belongs(r, pipeline)]
     pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
@@ -205,6 +206,34 @@ async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:
             )
         except (NotFound, Conflict):
             continue
+
+
+async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list[Obj]) -> None:
+    """A round for a pipeline that does not exist says so; creating the pipeline sets it going."""
+    kube = ctx.kube.at(Priority.RESYNC)
+    for r in rounds:
+        status = r.get("status") or {}
+        if is_terminal(r) or "deletionTimestamp" in r["metadata"] or r["metadata"].get("ownerReferences"):
+            continue
+        wanted = set_condition(
+            status.get("conditions") or [],
+            RoundCondition.PROGRESSING,
+            ConditionStatus.FALSE,
+            Reason.PIPELINE_NOT_FOUND,
+            f"there is no RLPipeline {name!r} in namespace {namespace!r}: create it, or delete this round "
+            "and name another one in spec.pipeline",
+            int(r["metadata"].get("generation") or 0),
+            rfc3339(ctx.clock.wall_ms()),
+        )
+        if wanted != status.get("conditions"):
+            await kube.patch_status(
+                SYNCROUNDS,
+                namespace,
+                r["metadata"]["name"],
+                resource_version=r["metadata"]["resourceVersion"],
+                status={"phase": "Pending", "conditions": wanted},
+                timeout=API_SECONDS,
+            )
 
 
 async def _let_go(ctx: Context, namespace: str, rounds: list[Obj]) -> None:

@@ -1,0 +1,152 @@
+"""Rounds behind a real router: who is listed, when, and that nobody is listed who is not proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.kit import Fleet, condition, engine_url, http, wait_until
+
+pytestmark = pytest.mark.cluster
+
+DISK = "update_weights_from_disk"
+ROUTER_PORT = 30001
+
+
+def router_pod(namespace: str) -> dict[str, Any]:
+    """The real sglang-router. Its worker start-up time-out is below the gates' quiet time."""
+    command = [
+        "python", "-m", "sglang_router.launch_router", "--host", "$(POD_IP)", "--port", str(ROUTER_PORT),
+        "--policy", "round_robin", "--prometheus-host", "$(POD_IP)", "--prometheus-port", "29000",
+        "--worker-startup-timeout-secs", "4", "--disable-retries",
+    ]  # fmt: skip
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "router", "namespace": namespace, "labels": {"app": "router"}},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {
+                    "name": "router",
+                    "image": "sglang-router",
+                    "command": command,
+                    "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+                    "readinessProbe": {
+                        "httpGet": {"path": "/liveness", "port": ROUTER_PORT},
+                        "periodSeconds": 1,
+                        "failureThreshold": 30,
+                    },
+                }
+            ],
+        },
+    }
+
+
+class Router:
+    """The router as a client sees it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        fleet.cluster.apply(router_pod(fleet.namespace))
+        wait_until(lambda: condition(fleet.pod("router"), "Ready") == "True", "the router to be Ready")
+        self.url = f"http://{fleet.pod('router')['status']['podIP']}:{ROUTER_PORT}"
+
+    def listed(self) -> set[str]:
+        """URLs that the router sends requests to."""
+        code, answer = http("GET", self.url + "/workers")
+        assert code == 200, answer
+        return {str(w["url"]).rstrip("/") for w in answer["workers"]}
+
+    def generate(self) -> tuple[int, Any]:
+        """One request through the router."""
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+        return http("POST", self.url + "/generate", body, timeout=60)
+
+
+def urls(pods: list[dict[str, Any]]) -> set[str]:
+    return {engine_url(p) for p in pods}
+
+
+def routed_fleet(fleet: Fleet, replicas: int, **pipeline: Any) -> tuple[Router, list[dict[str, Any]]]:
+    fleet.pipeline(**pipeline)
+    router = Router(fleet)
+    fleet.pool(
+        replicas,
+        routers=[
+            {
+                "name": "main",
+                "type": "SGLangRouter",
+                "podSelector": {"matchLabels": {"app": "router"}},
+                "port": ROUTER_PORT,
+            }
+        ],
+    )
+    fleet.trainer()
+    pods = fleet.ready_engines(replicas)
+    assert router.listed() == set()
+    assert router.generate()[0] == 503
+    assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
+    assert router.listed() == urls(pods)
+    return router, pods
+
+
+def test_engines_are_listed_once_they_hold_the_committed_version(fleet: Fleet) -> None:
+    router, pods = routed_fleet(fleet, 2)
+    code, answer = router.generate()
+    assert (code, answer["meta_info"]["weight_version"]) == (200, "-1")
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+    # Closed means paused: entries stay, so that requests wait instead of failing.
+    assert router.listed() == urls(pods)
+    code, answer = router.generate()
+    assert (code, answer["meta_info"]["weight_version"]) == (200, "1")
+    # A new engine is up and in no router until a round has brought it the weights.
+    fleet.cluster.kubectl("scale", "epool/e", "--replicas=3", "-n", fleet.namespace)
+    more = fleet.ready_engines(3)
+    assert router.listed() == urls(pods)
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    assert router.listed() == urls(more)
+
+
+def test_lost_and_poisoned_engines_leave_the_router_and_their_successors_wait(
+    fleet: Fleet, cluster: LocalCluster
+) -> None:
+    router, pods = routed_fleet(
+        fleet, 3, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 8}}
+    )
+    lost, poisoned, good = pods
+    fleet.fault(lost, DISK, action="hang", times=1)
+    fleet.fault(poisoned, DISK, action="http500", times=1, when="after")
+    fleet.publish(1)
+    name = fleet.order(1)
+    wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
+    cluster.hollow.crash(fleet.namespace, lost["metadata"]["name"], "engine")
+    done = fleet.ended(name)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    results = {m["engine"]: m["result"] for m in done["status"]["members"]}
+    assert results[lost["metadata"]["name"]] == "Lost"
+    assert results[good["metadata"]["name"]] == "Ok"
+    assert results[poisoned["metadata"]["name"]] in ("Ok", "Unknown")
+    wait_until(lambda: engine_url(lost) not in router.listed(), "the lost engine to leave the router")
+    code, answer = router.generate()
+    assert (code, answer["meta_info"]["weight_version"]) == (200, "1")
+    now = fleet.ready_engines(3)
+    proven = {p["metadata"]["name"] for p in now if fleet.label(p) == "1"}
+    assert {u for u in router.listed()} == urls([p for p in now if p["metadata"]["name"] in proven])
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    assert router.listed() == urls(fleet.ready_engines(3))
+
+
+def test_a_failed_round_leaves_the_committed_engines_routed_and_serving(fleet: Fleet) -> None:
+    router, pods = routed_fleet(
+        fleet, 2, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 4}}
+    )
+    fleet.fault(pods[0], "pause_generation", action="hang", times=1)
+    done = fleet.sync(1)
+    assert done["status"]["failure"]["stage"] == "Quiescing", done["status"]
+    assert engine_url(pods[1]) in router.listed()
+    code, answer = router.generate()
+    assert (code, answer["meta_info"]["weight_version"]) == (200, "-1")
