@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     command("down", "stop every process and remove every file")
     command("status", "processes, and how to use the cluster")
     command("install", "apply CRDs and chart again")
+    command("guard", "wait until standard input ends, then take the cluster down (started by its owner)")
     for name, text in (
         ("crash", "SIGKILL one container"),
         ("freeze", "SIGSTOP one container"),
@@ -70,6 +71,9 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"no cluster in {cluster.state}")
     elif options.command == "install":
         cluster.install()
+    elif options.command == "guard":
+        sys.stdin.buffer.read()
+        cluster.down()
     elif options.command == "status":
         return _status(cluster)
     elif options.command == "logs":

@@ -416,6 +416,25 @@ def test_a_container_waits_for_what_its_environment_refers_to(pods: Pods) -> Non
     pods.wait_ready("waiting")
 
 
+def test_devices_of_an_ended_pod_are_free_for_the_next(pods: Pods) -> None:
+    """All GPUs of one node, three times over: as soon as the object is gone, and as soon as the pod has ended."""
+
+    def create(name: str, command: list[str]) -> None:
+        limits = {"limits": {"nvidia.com/gpu": "8"}}
+        pods.create(name, container("main", command, resources=limits), nodeName="hollow-003", restartPolicy="Never")
+
+    create("first", SLEEP)
+    pods.wait_ready("first")
+    pods.cluster.kubectl("delete", "pod", "first", "-n", pods.namespace)
+    create("second", shell("exit 0"))
+    pods.wait_phase("second", "Succeeded")
+    create("third", SLEEP)
+    pods.wait_ready("third")
+    # More than there are is an answer, not a wait for ever.
+    create("fourth", SLEEP)
+    assert pods.wait_phase("fourth", "Failed")["status"]["reason"] == "UnexpectedAdmissionError"
+
+
 def test_a_node_that_reads_unknown_is_posted_ready_again(cluster: LocalCluster) -> None:
     def ready() -> tuple[str, str]:
         conditions = cluster.get("node", "hollow-002")["status"]["conditions"]
@@ -501,6 +520,32 @@ def test_two_clusters_side_by_side_and_nothing_left_after_down(cluster: LocalClu
     assert not memory_folder(mark).exists()
     assert command("down").returncode == 0
     assert cluster.running()
+
+
+def test_a_cluster_whose_owner_is_killed_is_taken_down(tmp_path: Path) -> None:
+    state = tmp_path / "owned"
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from e2e.cluster.local import LocalCluster\n"
+        "with LocalCluster(Path(sys.argv[1]), nodes=0, bare=True):\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(100000)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(state)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "up\n"
+        mark = json.loads((state / "cluster.json").read_text())["mark"]
+        assert processes.marked(mark)
+        owner.kill()
+    wait_until(lambda: not state.exists(), "the state folder's end")
+    assert processes.marked(mark) == []
 
 
 def test_containers_die_with_the_hollow_kubelet(tmp_path: Path) -> None:

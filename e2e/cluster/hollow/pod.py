@@ -112,10 +112,13 @@ class Pod:
             tasks = {writer, life, deletion}
             for task in tasks:
                 task.cancel()
-            await asyncio.wait({*tasks, *self._runs.values()})
-            self._volumes.remove()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._host.devices.give_back(self.uid)
+            try:
+                await asyncio.wait({*tasks, *self._runs.values()})
+            finally:
+                # Also when the watch reports the object gone (and cancels) while this still waits.
+                self._volumes.remove()
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._host.devices.give_back(self.uid)
 
     async def _live(self) -> None:
         try:
