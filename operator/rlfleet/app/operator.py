@@ -169,9 +169,10 @@ class Operator:
     async def _shut_down(self) -> None:
         """End what runs, in order: reconciles, then events, then connections. Does nothing the second time."""
         ctx, self._context = self._context, None
+        # Taken first: the queue ends while it drains, and an end that was asked for is no failure.
+        tasks, self._tasks = self._tasks, []
         if ctx is not None and not await self._queue.drain(self._settings.drain_seconds):
             log.warning("reconciles were still running after %g s and were cancelled", self._settings.drain_seconds)
-        tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
