@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.test_routing import routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 OPERATOR = "system:serviceaccount:rlfleet-system:"
@@ -193,3 +195,40 @@ def test_restarted_operator_changes_nothing(fleet: Fleet, operator: Operator) ->
     after = uids(fleet.ready_engines(3))
     assert after["0"] == before["0"]
     assert after["1"] != before["1"]
+
+
+def test_scaling_down_drains_routed_engines_and_deletion_leaves_no_entry(fleet: Fleet) -> None:
+    router, _ = routed_fleet(fleet, 3)
+    active = counted(fleet, active=3)
+    assert condition(active, "Ready") == "True"
+    assert active["status"]["versions"] == [{"version": -1, "engines": "0-2"}]
+    answers: list[int] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(router.generate()[0])
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        scale(fleet, 1)
+        left = fleet.ready_engines(1)
+        wait_until(lambda: len(fleet.engines()) == 1, "the others to be gone")
+        assert router.listed() == urls(left)
+        seen = len(answers)
+        wait_until(lambda: len(answers) > seen + 3, "requests after the drain")
+    finally:
+        stop.set()
+        client.join()
+    assert set(answers) == {200}, "an engine left with requests inside, or while the router still listed it"
+    fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace, "--timeout=60s")
+    assert router.listed() == set()
+
+
+def test_crashed_engine_leaves_the_router_though_its_pod_is_gone_at_once(fleet: Fleet) -> None:
+    router, pods = routed_fleet(fleet, 2)
+    counted(fleet, active=2)
+    name = pods[1]["metadata"]["name"]
+    fleet.cluster.kubectl("delete", "pod", name, "-n", fleet.namespace, "--grace-period=0", "--force")
+    wait_until(lambda: router.listed() == urls(pods[:1]), "the entry of the lost engine to go")

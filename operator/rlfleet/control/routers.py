@@ -18,8 +18,7 @@ from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
 from rlfleet.kube.reflector import Reflector
 from rlfleet.plan.pool_status import Problem
-from rlfleet.router.adapter import RouterAdapter
-from rlfleet.router.sglang_router import SGLangRouterAdapter
+from rlfleet.router import RouterAdapter, make_router
 
 #: A gate takes at most this many.
 MAX_ENDPOINTS = 16
@@ -109,5 +108,5 @@ class RouterClients:
 
     def _client(self, endpoint: RouterEndpoint) -> RouterAdapter:
         if endpoint.url not in self._clients:
-            self._clients[endpoint.url] = SGLangRouterAdapter(endpoint.url)
+            self._clients[endpoint.url] = make_router(endpoint.type.value, endpoint.url)
         return self._clients[endpoint.url]

@@ -1,0 +1,126 @@
+"""Finding the routers of a pool, and taking addresses out of a real one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlfleet.api.conditions import Reason
+from rlfleet.api.wire import RouterEndpoint, RouterType
+from rlfleet.control.routers import RouterClients, base_url, resolve
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.config import Credentials
+from rlfleet.kube.reflector import Reflector
+from rlfleet.kube.resources import PODS
+from rlfleet.router import make_router
+from tests.gate.kit import Router, address, free_port
+from tests.plan.pool_kit import pool
+
+SELECTED = {"name": "main", "type": "SGLangRouter", "podSelector": {"matchLabels": {"app": "router"}}, "port": 30001}
+
+
+async def nowhere() -> Credentials:
+    return Credentials("http://127.0.0.1:1")
+
+
+def view(*pods: dict[str, Any]) -> Reflector:
+    made = Reflector(KubeClient(nowhere), PODS)
+    for pod in pods:
+        made.observe(pod)
+    return made
+
+
+def pod(
+    name: str, ip: str = "10.0.0.1", phase: str = "Running", *, app: str = "router", ns: str = "ns"
+) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": ns, "uid": name, "resourceVersion": "1", "labels": {"app": app}},
+        "status": {"phase": phase, "podIP": ip},
+    }
+
+
+def test_pools_without_routers_are_legal() -> None:
+    found = resolve(pool(), view(pod("r")))
+    assert (found.endpoints, found.names, found.problems) == ((), frozenset(), ())
+
+
+def test_router_is_found_by_selector_in_the_pools_own_namespace() -> None:
+    pods = view(pod("r"), pod("other", "10.0.0.2", app="x"), pod("far", "10.0.0.3", ns="elsewhere"))
+    found = resolve(pool(routers=[SELECTED]), pods)
+    assert [(e.name, e.url) for e in found.endpoints] == [("main", "http://10.0.0.1:30001")]
+    assert found.problems == ()
+
+
+def test_fixed_url_needs_no_pod() -> None:
+    found = resolve(pool(routers=[{"name": "out", "type": "SGLangRouter", "url": "http://1.2.3.4:5/"}]), view())
+    assert [(e.name, e.url) for e in found.endpoints] == [("out", "http://1.2.3.4:5")]
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed"])
+def test_router_that_does_not_run_is_said_and_still_must_list_engines(phase: str) -> None:
+    found = resolve(pool(routers=[SELECTED]), view(pod("r", phase=phase)))
+    assert found.endpoints == ()
+    assert found.names == {"main"}, "no engine counts as open while its router is not there"
+    assert found.problems[0].reason is Reason.ROUTER_UNREACHABLE
+
+
+def test_each_replica_of_a_router_is_a_router() -> None:
+    found = resolve(pool(routers=[SELECTED]), view(pod("r1"), pod("r2", "10.0.0.2")))
+    assert found.names == {"main:r1", "main:r2"}
+    many = view(*(pod(f"r{i}", f"10.0.0.{i}") for i in range(20)))
+    crowd = resolve(pool(routers=[SELECTED]), many)
+    assert len(crowd.endpoints) == 16
+    assert crowd.problems[0].reason is Reason.ROUTER_AMBIGUOUS
+
+
+def test_addresses() -> None:
+    assert base_url("10.0.0.1", 5) == "http://10.0.0.1:5"
+    assert base_url("fd00::1", 5) == "http://[fd00::1]:5"
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    made = Router(tmp_path)
+    try:
+        yield made.start()
+    finally:
+        made.close()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[str]:
+    """A listed router entry needs something that answers /health."""
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    host = address()
+    app = web.Application()
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, host, 30000).start()
+    yield f"http://{host}:30000"
+    await runner.cleanup()
+
+
+async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: Router, engine: str) -> None:
+    adapter = make_router("SGLangRouter", router.url)
+    await adapter.add(engine, seconds=10)
+    host = address()
+    silent = RouterEndpoint(name="silent", type=RouterType.SGLANG_ROUTER, url=f"http://{host}:{free_port(host)}")
+    real = RouterEndpoint(name="real", type=RouterType.SGLANG_ROUTER, url=router.url)
+    clients = RouterClients(timeout=5)
+    try:
+        found = await clients.remove([real, silent], engine)
+        assert found[real.url] is None
+        assert "silent" in (found[silent.url] or ""), "no answer is not removed"
+        assert not await adapter.lists(engine, 5)
+        assert (await clients.remove([real], engine))[real.url] is None, "absent counts as removed"
+    finally:
+        await clients.close()
+        await adapter.close()
