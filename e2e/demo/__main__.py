@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(name, _interrupt)
     say = _clock()
     state = options.state or Path(tempfile.mkdtemp(prefix="rlfleet-demo-"))
-    stage = Stage(state, say)
+    stage = Stage(state, say, guarded=not options.keep)
     keep = False
     try:
         code = EXIT_BROKEN

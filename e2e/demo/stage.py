@@ -1,7 +1,8 @@
 """The stage of the demo: one local cluster with its operator, and what the demo asks of them.
 
 Invariants: everything lies below one state folder and every process carries the cluster's mark, so one call removes
-all of it, whatever happened before; the operator runs under its own service account, never as admin.
+all of it, whatever happened before, and a guard makes that call when we are killed; the operator runs under its own
+service account, never as admin.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.cluster import processes
+from e2e.cluster.guard import Guard
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.local import ROOT, ClusterError, LocalCluster
 from e2e.cluster.processes import CLUSTER_MARK, Process
@@ -24,7 +26,7 @@ MANIFESTS = Path(__file__).parent / "manifests"
 NAMESPACE = "demo"
 NODES = 4
 _POLL_SECONDS = 0.5
-#: Each look at the pods is a process of kubectl: few of them, on a machine whose cores the training needs.
+#: The training needs the cores more than we do.
 _CHECK_SECONDS = 3.0
 _OPERATOR_STOP_SECONDS = 10.0
 
@@ -41,10 +43,15 @@ class DemoError(Exception):
 
 
 class Stage:
-    """Cluster and operator below ``state``. ``up`` starts them, ``down`` removes everything."""
+    """Cluster and operator below ``state``. ``up`` starts them, ``down`` removes everything.
 
-    def __init__(self, state: Path, say: Say) -> None:
+    ``guarded``: they also go when this process is killed; not for what is to outlive it.
+    """
+
+    def __init__(self, state: Path, say: Say, *, guarded: bool) -> None:
         self.cluster = LocalCluster(state, nodes=NODES, say=say)
+        self._guarded = guarded
+        self._guard: Guard | None = None
         self._say = say
         self._operator: Process | None = None
 
@@ -52,6 +59,8 @@ class Stage:
 
     def up(self) -> None:
         """Starts control plane, nodes and operator. Raises ClusterError, BuildError or DemoError."""
+        if self._guarded:
+            self._guard = Guard(self.cluster.state)
         self.cluster.up()
         self._start_operator()
 
@@ -61,6 +70,9 @@ class Stage:
             processes.stop([self._operator], grace_seconds=_OPERATOR_STOP_SECONDS)
             self._operator = None
         self.cluster.down()
+        if self._guard is not None:
+            self._guard.release()
+            self._guard = None
 
     def _start_operator(self) -> None:
         self._operator = processes.start(

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,19 @@ def test_an_interrupted_demo_cleans_up(after: str, tmp_path: Path) -> None:
     assert process.returncode == EXIT_INTERRUPTED, output
     assert "interrupted" in output
     assert _left_behind(tmp_path) == []
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+def test_a_killed_demo_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    with _start(tmp_path, sys.executable, "-m", "e2e.demo") as process:
+        assert process.stdout is not None
+        assert next(line for line in process.stdout if "trainer started" in line)
+        process.kill()
+    deadline = time.monotonic() + 90
+    while left := _left_behind(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 @pytest.mark.cluster
