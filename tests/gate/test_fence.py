@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from rlfleet.api.fencing import MAX_AHEAD_MS
-from tests.gate.kit import Engine, Gate, Operator, Weights
+from tests.gate.kit import Engine, Gate, Operator, Weights, until
 
 
 def caller(gate: Gate, operation: str, generation: int, pipeline: str = "pipeline-uid") -> Operator:
@@ -124,3 +125,23 @@ def test_without_enrolment_no_operation(engine: Engine, make_gate: Callable[...,
     assert fresh.status()["fence"]["generation"] == 0
     assert fresh.gate.startupz().json()["reason"] == "NotEnrolled"
     assert fresh.gate.http.get("/readyz").status_code == 503
+
+
+def test_an_order_that_a_higher_fence_overtakes_does_not_start(operator: Operator, gate: Gate, engine: Engine) -> None:
+    """The fence rises between the order's admission and its start, while its check asks the engine."""
+    operator.serve(Weights.of(1), 1)
+    newer, weights = operator.next(), Weights.of(2)
+    newer.prepare(weights, 2)
+    newer.push_all(weights)
+    newer.ok("Pause")
+    raised = caller(gate, "round-2", 1002)
+    body = raised.body("Load", **raised.load_order(weights, 2))
+    engine.faults(ready={"action": "delay", "seconds": 1.2})
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(raised.post, body)
+        stale = caller(gate, "round-0", 1)  # its refusal tells what is held, without asking the engine
+        until("the load is admitted", lambda: stale.fence().json()["held"]["generation"] == 1002)
+        assert caller(gate, "round-3", 1003).fence().status_code == 200
+        answer = late.result(20)
+    assert (answer.status_code, answer.json()["reason"]) == (412, "StaleFence")
+    assert [load["version"] for load in operator.status()["loads"]] == [1]

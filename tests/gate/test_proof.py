@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.gate.kit import Engine, Gate, Operator, Weights
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+from tests.gate.kit import Engine, Gate, Operator, Weights, address
 
 
 def test_resume_is_refused_unless_exactly_these_weights_are_proven(operator: Operator, engine: Engine) -> None:
@@ -153,7 +159,7 @@ def test_publish_needs_a_verified_load_of_this_version_and_digest(operator: Oper
     assert engine.label() == "default"
 
 
-def test_publish_fails_when_the_label_does_not_read_back(operator: Operator, engine: Engine) -> None:
+def test_publish_fails_when_the_engine_refuses_the_label(operator: Operator, engine: Engine) -> None:
     weights = Weights.of(1)
     operator.prepare(weights, 1)
     operator.push_all(weights)
@@ -165,6 +171,54 @@ def test_publish_fails_when_the_label_does_not_read_back(operator: Operator, eng
     assert record["error"]["reason"] == "EngineRefused"
     assert "holds" not in operator.status()
     assert operator.ok("Publish", attempt=2, **operator.names(weights, 1))["result"] == {"label": "1"}
+
+
+class Swallower(BaseHTTPRequestHandler):
+    """Passes everything to the engine but label writes: those it answers with success."""
+
+    engine_url = ""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/update_weight_version":
+            self._answer(200, b'{"success": true, "message": "done"}')
+            return
+        answer = httpx.request(self.command, self.engine_url + self.path, content=body, timeout=30)
+        self._answer(answer.status_code, answer.content)
+
+    do_GET = do_OPTIONS = do_POST
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_publish_fails_when_the_label_does_not_read_back(engine: Engine, make_gate: Callable[..., Gate]) -> None:
+    handler = type("Bound", (Swallower,), {"engine_url": engine.url})
+    with ThreadingHTTPServer((address(), 30000), handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            operator = Operator(make_gate(f"http://{proxy.server_address[0]!s}:30000")).ready()
+            weights = Weights.of(1)
+            operator.prepare(weights, 1)
+            operator.push_all(weights)
+            operator.ok("Pause")
+            operator.ok("Load", **operator.load_order(weights, 1))
+            operator.ok("Verify", **operator.names(weights, 1))
+            record = operator.run("Publish", **operator.names(weights, 1))
+            assert (record["state"], record["error"]["reason"]) == ("Failed", "EngineRefused")
+            assert "default" in record["error"]["message"]
+            assert "holds" not in operator.status()
+            assert operator.status()["loads"][-1]["published"] is False
+        finally:
+            proxy.shutdown()
+            thread.join()
 
 
 def test_a_label_that_somebody_else_changed_voids_the_proof(operator: Operator, engine: Engine) -> None:
