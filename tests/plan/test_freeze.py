@@ -82,6 +82,7 @@ def test_auto_mixes_by_where_engines_stand() -> None:
             "every engine would use Broadcast",
         ),
         (["ok"], {"total_bytes": 10_001}, Reason.STAGING_TOO_LARGE, "10001 bytes do not fit"),
+        (["ok"], {"verify": "Required"}, Reason.VERIFY_UNSUPPORTED, "e0 is the only one of its layout"),
         (["plain"], {"verify": "Required"}, Reason.VERIFY_UNSUPPORTED, "e0 has no usable checksum"),
         (
             ["free"],

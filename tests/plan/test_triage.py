@@ -121,7 +121,7 @@ COMMITTED = Committed(5, DIGEST_A)
             ref(version=4, allow_rollback=True, expected_committed=6),
             cache(4, DIGEST_B),
             "Failed",
-            Reason.VERSION_GOES_BACKWARDS,
+            Reason.COMMITTED_MISMATCH,
         ),
     ],
 )

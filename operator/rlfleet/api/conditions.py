@@ -85,7 +85,6 @@ class Reason(_Documented):
     # nothing to report
     AS_EXPECTED = "AsExpected", "nothing is wrong"
     IDLE = "Idle", "nothing is being done"
-    RECONCILING = "Reconciling", "a change of spec has been seen and is not yet acted upon"
     INVALID_NAME = "InvalidName", "the object's name cannot be used to name its pods and labels"
     INVALID_SPEC = "InvalidSpec", "the spec cannot be carried out; the message names the field"
     TERMINATING = "Terminating", "the object is being deleted"
@@ -101,8 +100,6 @@ class Reason(_Documented):
     VERSION_NOT_HELD = "VersionNotHeld", "the sender does not hold the version or digest that the round names"
     VERSION_GOES_BACKWARDS = "VersionGoesBackwards", "the version is below the committed one and no rollback was asked"
     COMMITTED_MISMATCH = "CommittedMismatch", "spec.expectedCommitted is not the version that is committed"
-    MANIFEST_MISMATCH = "ManifestMismatch", "the sender's digest for this version is not spec.manifestDigest"
-    LAYOUT_CHANGED = "LayoutChanged", "names, dtypes or shapes of tensors differ from what the engines were built for"
     NAN_WEIGHTS = "NaNWeights", "published weights contain NaN; legal, but most likely not meant"
 
     # gates, routers, topology
@@ -110,7 +107,6 @@ class Reason(_Documented):
     GATE_TOO_OLD = "GateTooOld", "a gate's protocol version or capabilities do not suffice; replace its pod"
     GATES_UNREACHABLE = "GatesUnreachable", "more gates are silent than maxUnavailable allows"
     ROUTER_UNREACHABLE = "RouterUnreachable", "a router does not answer, so its entries are unknown"
-    ROUTER_UNSUPPORTED = "RouterUnsupported", "a router lacks what we need of it"
     ROUTER_AMBIGUOUS = "RouterAmbiguous", "more than one running pod matches a router's selector"
     TOPOLOGY_KNOWN = "TopologyKnown", "the devices of trainer and engines are known and fit the transport"
     TOPOLOGY_NOT_NEEDED = "TopologyNotNeeded", "transport CPUSerialize works wherever trainer and engines are placed"
@@ -129,11 +125,8 @@ class Reason(_Documented):
     PORTS_EXHAUSTED = "PortsExhausted", "no port of transport.rendezvousPorts is free at the sender"
 
     # rounds: waiting and phases
-    WAITING_FOR_SLOT = "WaitingForSlot", "another round or repair of the pipeline runs"
-    WAITING_FOR_SENDER = "WaitingForSender", "the sender does not hold the round's version yet"
     WAITING_FOR_ENGINES = "WaitingForEngines", "engines are still starting; the round waits for their gates"
     ROUND_IN_PROGRESS = "RoundInProgress", "a round runs"
-    REPAIR_IN_PROGRESS = "RepairInProgress", "engines are being brought back to the committed version or closed"
     PLANNED = "Planned", "members and transports are decided"
     STAGING = "Staging", "bytes travel into the gates' memory while engines serve"
     QUIESCING = "Quiescing", "engines are being paused"
@@ -155,9 +148,7 @@ class Reason(_Documented):
     TRANSFER_FAILED = "TransferFailed", "engines did not take over the weights"
     VERIFY_FAILED = "VerifyFailed", "engines do not prove that they hold the weights"
     PUBLISH_FAILED = "PublishFailed", "the version label could not be written to engines or did not read back"
-    COMMIT_FAILED = "CommitFailed", "the commit could not be written"
     ROUTING_DEGRADED = "RoutingDegraded", "the version is committed, but engines could not be reopened or routed"
-    UNAVAILABLE_LIMIT = "UnavailableLimit", "more members are missing than maxUnavailable allows"
     NOT_ALL_FENCED = "NotAllFenced", "a live engine has not stored this round's generation, so nothing may be committed"
     VERIFY_UNSUPPORTED = "VerifyUnsupported", "verify is Required, but an engine has no usable checksum to compare"
     DELIVERED_UNCONFIRMED = (
@@ -168,11 +159,9 @@ class Reason(_Documented):
         "OperatorRestarted",
         "the operator restarted in this round; the resume rule decided its members",
     )
-    FENCE_LOST = "FenceLost", "a higher fence was seen: another operator owns the pipeline"
     LOST = "Lost", "the member's pod is gone, or another engine process stands in its place"
     ROUND_GONE = "RoundGone", "the object of a claimed round vanished; its engines were settled by the resume rule"
     HOLDING_NEEDS_ACTION = "HoldingNeedsAction", "a held round can not heal by itself: a person must act"
-    RESUMED_AT_COMMITTED = "ResumedAtCommitted", "the member was untouched and serves the committed version again"
     POISONED = "Poisoned", "a load began and its end is not proven, so the member stays closed"
     DROPPED = "Dropped", "the member was taken out of the round on purpose"
 

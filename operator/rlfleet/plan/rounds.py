@@ -170,7 +170,7 @@ def _final(r: RoundRef, committed: Committed | None, sender: SenderStatus | None
             return Settlement(
                 r,
                 "Failed",
-                Reason.VERSION_GOES_BACKWARDS,
+                Reason.COMMITTED_MISMATCH,
                 f"spec.expectedCommitted is {r.expected_committed} but version {have} is committed; "
                 "look at the pipeline again before rolling back",
             )
@@ -313,6 +313,10 @@ def freeze(
         refusal = _capable(e, how.transport, total_bytes, verify)
         if refusal is not None:
             return refusal
+    if verify == "Required":
+        lone = _lone(ready)
+        if lone is not None:
+            return lone
     plan = RoundPlan(tuple(members), offset, tuple(sorted(e.name for e in silent)))
     needed = {"Serialized"} if plan.of(Transport.SERIALIZED) else set()
     if plan.of(Transport.BROADCAST):
@@ -326,6 +330,22 @@ def freeze(
             "spec.transport",
         )
     return plan
+
+
+def _lone(ready: Sequence[Engine]) -> Refusal | None:
+    """``verify: Required`` needs a second engine of the same layout whose checksum can agree."""
+    layouts: dict[str, list[str]] = {}
+    for e in ready:
+        assert e.status is not None
+        layouts.setdefault(e.status.engine.layout or "unknown", []).append(e.name)
+    for names in layouts.values():
+        if len(names) == 1:
+            return Refusal(
+                Reason.VERIFY_UNSUPPORTED,
+                f"engine {names[0]} is the only one of its layout, so nothing can confirm its checksum, and "
+                "spec.sync.verify is Required; add an engine or use IfSupported",
+            )
+    return None
 
 
 def can_join(e: Engine) -> bool:

@@ -237,11 +237,15 @@ class Closing:
                 committed=True,
             )
             return
+        reason, tail = Reason.SUCCEEDED, ""
+        if transfer.unconfirmed:
+            reason = Reason.DELIVERED_UNCONFIRMED
+            tail = f"; no other engine confirms what {', '.join(sorted(transfer.unconfirmed)[:4])} loaded"
         await self.settle(
             "Succeeded",
             "Committed",
-            Reason.SUCCEEDED,
-            f"{len(whole)} engines serve version {transfer.target.version}",
+            reason,
+            f"{len(whole)} engines serve version {transfer.target.version}{tail}",
             transfer=transfer,
             verdicts=verdicts,
             committed=True,
@@ -372,6 +376,8 @@ class Closing:
             known = transfer.trouble.by_engine.get(engine) if transfer is not None else None
             if v is Verdict.LOST:
                 row["reason"] = Reason.LOST.value
+            elif v is Verdict.DROPPED:
+                row["reason"] = Reason.DROPPED.value
             elif v is not Verdict.WHOLE and known is not None:
                 row["reason"] = known[0].value
             elif v is Verdict.POISONED:

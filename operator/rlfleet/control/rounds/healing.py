@@ -59,7 +59,8 @@ class Healing:
                 return
             message = self._message(outcome)
             if message != said:
-                await self.run.phase("Holding", Reason.HOLDING, message)
+                waits = outcome.next is Next.WAIT_FENCE
+                await self.run.phase("Holding", Reason.NOT_ALL_FENCED if waits else Reason.HOLDING, message)
                 said = message
             if await self._leave(transfer):
                 return

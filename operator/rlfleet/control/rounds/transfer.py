@@ -78,6 +78,8 @@ class Transfer:
     ports: tuple[int, int]
     paused_seconds: float
     trouble: Trouble = field(default_factory=Trouble)
+    #: Members whose load no other engine's checksum confirmed.
+    unconfirmed: set[str] = field(default_factory=set)
 
     # -------------------------------------------------------------------------------------------- staging
 
@@ -305,6 +307,7 @@ class Transfer:
         agreement = agree(evidence, committed=committed, manifest_digest=self.target.manifest_digest, verify=how)
         for engine, message in agreement.rejected.items():
             self.trouble.note(engine, Reason.VERIFY_FAILED, message)
+        self.unconfirmed |= set(agreement.unconfirmed)
         return agreement
 
     def _layout(self, engine: str) -> str:
