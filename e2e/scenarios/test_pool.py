@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Any
@@ -195,6 +196,16 @@ def test_restarted_operator_changes_nothing(fleet: Fleet, operator: Operator) ->
     after = uids(fleet.ready_engines(3))
     assert after["0"] == before["0"]
     assert after["1"] != before["1"]
+
+
+def test_operator_ends_by_itself_when_asked_to(operator: Operator) -> None:
+    if operator.process is None:
+        operator.start()
+    process = operator.process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0, operator.tail()
+    operator.process = None
 
 
 def test_scaling_down_drains_routed_engines_and_deletion_leaves_no_entry(fleet: Fleet) -> None:

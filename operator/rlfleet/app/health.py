@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 
 class LoopStamp:
@@ -108,4 +109,4 @@ class HealthServer:
         return web.Response(status=503, text=f"{missing}\n") if missing else web.Response(text="ok\n")
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics(), content_type="text/plain", charset="utf-8")
+        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})

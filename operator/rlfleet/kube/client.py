@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -158,7 +158,7 @@ class KubeClient:
         field_selector: str = "",
         server_timeout: float = 300.0,
         inactivity_timeout: float = 70.0,
-    ) -> AsyncIterator[WatchEvent]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Changes after ``resource_version``, with bookmarks; ends when the server ends the stream.
 
         Raises Gone when the version is too old and Unavailable when nothing (not even a bookmark) came for

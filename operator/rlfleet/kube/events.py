@@ -62,6 +62,11 @@ class EventRecorder:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self.dropped = 0
 
+    @property
+    def pending(self) -> int:
+        """Events that wait to be written."""
+        return len(self._pending)
+
     def record(self, obj: Obj, type_: EventType, reason: str, note: str, *, action: str = "Reconcile") -> None:
         """Say ``note`` about ``obj`` (an API object with apiVersion and kind). Returns at once."""
         now = asyncio.get_running_loop().time()

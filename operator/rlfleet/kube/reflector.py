@@ -16,6 +16,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,23 +245,25 @@ class Reflector:
         failures = 0
         while (left := until - loop.time()) > 0:
             try:
-                async for event in self._client.watch(
+                stream = self._client.watch(
                     self.resource,
                     self._namespace,
                     resource_version=version,
                     label_selector=self._selector,
                     server_timeout=min(300.0, left + 1),
                     inactivity_timeout=self._inactivity,
-                ):
-                    failures = 0
-                    version = event.object["metadata"]["resourceVersion"]
-                    if event.type == "DELETED":
-                        self._remove(key_of(event.object), event.object["metadata"].get("uid", ""))
-                    elif event.type != "BOOKMARK":
-                        self._put(event.object)
-                    self._advance(int(version))
-                    if loop.time() >= until:
-                        break
+                )
+                async with aclosing(stream):
+                    async for event in stream:
+                        failures = 0
+                        version = event.object["metadata"]["resourceVersion"]
+                        if event.type == "DELETED":
+                            self._remove(key_of(event.object), event.object["metadata"].get("uid", ""))
+                        elif event.type != "BOOKMARK":
+                            self._put(event.object)
+                        self._advance(int(version))
+                        if loop.time() >= until:
+                            break
             except Gone:
                 raise
             except ApiError as e:

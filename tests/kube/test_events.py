@@ -1,0 +1,91 @@
+"""Events at the real apiserver: once per thing said, bounded per object, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.resources import EVENTS
+from tests.kube.proxy import Mode, Proxy
+
+
+def subject(namespace: str, name: str = "a") -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace, "uid": f"uid-{name}"}
+    return {"apiVersion": "rlfleet.dev/v1alpha1", "kind": "EnginePool", "metadata": metadata}
+
+
+async def written(kube: KubeClient, namespace: str) -> list[dict[str, Any]]:
+    return (await kube.list(EVENTS, namespace, timeout=10)).items
+
+
+@pytest.mark.cluster
+async def test_the_same_thing_is_said_once_and_another_thing_again(kube: KubeClient, namespace: str) -> None:
+    recorder = EventRecorder(kube, instance="me")
+    for _ in range(5):
+        recorder.record(subject(namespace), "Warning", "PodFailed", "a-0 failed")
+    recorder.record(subject(namespace), "Warning", "PodFailed", "a-1 failed")
+    recorder.record(subject(namespace, "b"), "Normal", "PodCreated", "x" * 5000)
+    await recorder.flush(10)
+    events = await written(kube, namespace)
+    assert sorted((e["regarding"]["name"], e["reason"], e["note"][:10]) for e in events) == [
+        ("a", "PodFailed", "a-0 failed"),
+        ("a", "PodFailed", "a-1 failed"),
+        ("b", "PodCreated", "xxxxxxxxxx"),
+    ]
+    assert recorder.dropped == 0
+
+
+@pytest.mark.cluster
+async def test_one_object_gets_a_bounded_number(kube: KubeClient, namespace: str) -> None:
+    recorder = EventRecorder(kube, instance="me", burst=3)
+    for i in range(10):
+        recorder.record(subject(namespace), "Normal", "PodCreated", f"pod {i}")
+    recorder.record(subject(namespace, "b"), "Normal", "PodCreated", "of another object")
+    await recorder.flush(10)
+    assert len(await written(kube, namespace)) == 4
+    assert recorder.dropped == 7
+
+
+@pytest.mark.cluster
+async def test_events_that_cannot_be_written_are_dropped_and_later_ones_are_not(
+    kube: KubeClient, proxied: KubeClient, proxy: Proxy, namespace: str
+) -> None:
+    recorder = EventRecorder(proxied, instance="me", api_timeout=0.5)
+    task = asyncio.create_task(recorder.run())
+    await proxied.list(EVENTS, namespace, timeout=10)
+    proxy.mode = Mode.CUT
+    recorder.record(subject(namespace), "Normal", "PodCreated", "lost")
+    async with asyncio.timeout(20):
+        while not recorder.dropped:
+            await asyncio.sleep(0.02)
+    proxy.mode = Mode.PASS
+    recorder.record(subject(namespace), "Normal", "PodCreated", "kept")
+    async with asyncio.timeout(20):
+        while not any(e["note"] == "kept" for e in await written(kube, namespace)):
+            await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.looptime
+async def test_repeats_are_said_again_after_a_while_and_the_allowance_refills() -> None:
+    async def nowhere() -> Any:
+        raise AssertionError("nothing is sent here")
+
+    recorder = EventRecorder(KubeClient(nowhere), instance="me", burst=1, refill_seconds=30, repeat_seconds=100)
+    recorder.record(subject("ns"), "Normal", "PodCreated", "one")
+    recorder.record(subject("ns"), "Normal", "PodCreated", "two")
+    assert recorder.dropped == 1
+    await asyncio.sleep(30)
+    recorder.record(subject("ns"), "Normal", "PodCreated", "two")
+    assert recorder.dropped == 1
+    await asyncio.sleep(31)
+    recorder.record(subject("ns"), "Normal", "PodCreated", "one")
+    assert recorder.dropped == 1, "said within 100 s: not counted, not repeated"
+    await asyncio.sleep(60)
+    recorder.record(subject("ns"), "Normal", "PodCreated", "one")
+    assert recorder.pending == 3
