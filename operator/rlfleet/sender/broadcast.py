@@ -13,6 +13,7 @@ Key space and ranks are those of SGLang's weight update groups, which real engin
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from rlfleet.sender.threads import in_daemon
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 #: gloo ends a late collective itself, and then its threads are idle; we only wait so much longer for that to happen,
 #: because a group that is destroyed with work in it blocks the interpreter until the work ends.
@@ -73,13 +76,16 @@ class Broadcast:
         return await in_daemon(self._guarded, "rlfleet-broadcast")
 
     def _guarded(self) -> dict[str, object]:
-        refused: Refused
         try:
             return self._work()
         except Refused as e:
-            refused = e
-        # A new one, outside: causes and tracebacks would keep the group and its port alive until somebody drops them.
-        raise Refused(refused.reason, refused.message)
+            reason, message = e.reason, e.message
+        except Exception as e:
+            log.exception("broadcast in group %s failed in a way that has no word", self._order.group.group_name)
+            reason, message = wire.ErrorReason.INTERNAL, f"{type(e).__name__}: {e}"
+        # Only words leave: an exception that is kept, even in a local here, keeps the frames below it, and with them
+        # the group, the store and its port, until some collector comes by.
+        raise Refused(reason, message)
 
     def close(self) -> None:
         """Give the port back if ``run`` never got to use it."""
