@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from e2e.cluster.local import LocalCluster
+from e2e.cluster.local import ClusterError, LocalCluster
 from rlfleet.api import labels
 
 DIGEST = "sha256:" + "a" * 64
@@ -63,10 +63,18 @@ class Fleet:
     def wait_rounds(self, count: int = 1) -> list[dict[str, Any]]:
         """The rounds, once there are so many."""
         until = time.monotonic() + SECONDS
-        while len(found := self.rounds()) < count:
-            assert time.monotonic() < until, f"{len(found)} rounds, expected {count}"
+        while True:
+            try:
+                seen: object = found = self.rounds()
+                if len(found) >= count:
+                    return found
+            except ClusterError as e:
+                # A kind that was installed just now answers so until the apiserver has filled its cache.
+                if "storage is (re)initializing" not in str(e):
+                    raise
+                seen = e
+            assert time.monotonic() < until, f"expected {count} rounds, saw {seen}"
             time.sleep(0.05)
-        return found
 
     def round_status(self, name: str, **status: Any) -> None:
         """Merge into a round's status."""
