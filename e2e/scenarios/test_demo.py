@@ -114,7 +114,7 @@ def test_a_broken_promise_fails_the_demo_and_keep_leaves_a_fleet_to_look_at(tmp_
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("after", ["kube-apiserver ready", "RLPipeline demo", "requests begin"])
+@pytest.mark.parametrize("after", ["kube-apiserver ready", "trainer started"])
 def test_an_interrupted_demo_cleans_up(after: str, tmp_path: Path) -> None:
     with _start(tmp_path, sys.executable, "-m", "e2e.demo") as process:
         assert process.stdout is not None
