@@ -9,41 +9,28 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from email.utils import parsedate_to_datetime
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import aiohttp
 
-from .config import Credentials, CredentialSource
+from .config import CredentialSource
 from .errors import (
-    AlreadyExists,
-    ApiError,
-    Conflict,
-    Forbidden,
     Gone,
-    Invalid,
-    NotFound,
-    TooManyRequests,
     Unavailable,
     Unknown,
 )
 from .limiter import Priority, RateLimiter
 from .resources import Resource
+from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
 
 Obj = dict[str, Any]
 
-JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
-JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 PAGE = 500
-CONNECT_SECONDS = 5.0
 
 
 class ListResult(NamedTuple):
@@ -60,13 +47,6 @@ class WatchEvent(NamedTuple):
     object: Obj
 
 
-class ApiObserver(Protocol):
-    """Told of every finished call, for metrics. ``code`` is the HTTP status, 0 where no answer came."""
-
-    def api_call(self, verb: str, resource: str, code: int, seconds: float) -> None:
-        """One call ended."""
-
-
 class KubeClient:
     """Talks to one apiserver. ``async with`` it, or ``open()`` and ``close()``."""
 
@@ -80,7 +60,7 @@ class KubeClient:
         user_agent: str = "rlfleet",
         max_connections: int = 64,
     ) -> None:
-        self._shared = _Shared(source, limiter or RateLimiter(), observer, user_agent, max_connections)
+        self._shared = Transport(source, limiter or RateLimiter(), observer, user_agent, max_connections)
         self._priority = Priority.SCALE
         self._field_manager = field_manager
 
@@ -355,147 +335,6 @@ class KubeClient:
         return data
 
 
-class _Shared:
-    """Connections, credentials and limit that all views of one client share."""
-
-    def __init__(
-        self,
-        source: CredentialSource,
-        limiter: RateLimiter,
-        observer: ApiObserver | None,
-        user_agent: str,
-        max_connections: int,
-    ) -> None:
-        self._source = source
-        self._limiter = limiter
-        self._observer = observer
-        self._user_agent = user_agent
-        self._max_connections = max_connections
-        self._session: aiohttp.ClientSession | None = None
-        self._credentials: Credentials | None = None
-        self._refresh = asyncio.Lock()
-        self.last_date_ms = 0
-
-    async def open(self) -> None:
-        if self._session is None:
-            self._credentials = await self._source()
-            connector = aiohttp.TCPConnector(limit=self._max_connections, ttl_dns_cache=60)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    @asynccontextmanager
-    async def request(
-        self,
-        verb: str,
-        method: str,
-        res: Resource,
-        path: str,
-        *,
-        params: Mapping[str, str],
-        priority: Priority,
-        limits: aiohttp.ClientTimeout,
-        call: str,
-        body: bytes | None = None,
-        content_type: str = JSON,
-        write: bool = False,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request with an answer below 300; everything else is raised as a typed error."""
-        waiting = time.monotonic()
-        try:
-            async with asyncio.timeout(limits.total):
-                await self._limiter.acquire(priority)
-        except TimeoutError as e:
-            raise Unavailable("own rate limit: no turn within the deadline", call=call) from e
-        if limits.total is not None:
-            left = max(0.001, limits.total - (time.monotonic() - waiting))
-            limits = aiohttp.ClientTimeout(total=left, sock_connect=limits.sock_connect)
-        started = time.monotonic()
-        code = 0
-        try:
-            response = await self._send(
-                method, path, params=params, body=body, content_type=content_type, limits=limits, call=call, write=write
-            )
-            async with response:
-                code = response.status
-                if code >= 300:
-                    raise await _error(response, call, write)
-                yield response
-        finally:
-            if self._observer is not None:
-                self._observer.api_call(verb, res.plural, code, time.monotonic() - started)
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str],
-        body: bytes | None,
-        content_type: str,
-        limits: aiohttp.ClientTimeout,
-        call: str,
-        write: bool,
-    ) -> aiohttp.ClientResponse:
-        used = self._credentials
-        response = await self._send_once(method, path, params, body, content_type, limits, call, write)
-        if response.status != 401:
-            return response
-        # A rotated token: the call was refused before anything happened, so it may be sent once more.
-        response.release()
-        async with self._refresh:
-            if self._credentials is used:
-                self._credentials = await self._source()
-        return await self._send_once(method, path, params, body, content_type, limits, call, write)
-
-    async def _send_once(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str],
-        body: bytes | None,
-        content_type: str,
-        limits: aiohttp.ClientTimeout,
-        call: str,
-        write: bool,
-    ) -> aiohttp.ClientResponse:
-        if self._session is None or self._credentials is None:
-            raise RuntimeError("KubeClient is not open")
-        credentials = self._credentials
-        headers = {"Accept": JSON, "User-Agent": self._user_agent}
-        if body is not None:
-            headers["Content-Type"] = content_type
-        if credentials.authorization:
-            headers["Authorization"] = credentials.authorization
-        try:
-            response = await self._session.request(
-                method,
-                credentials.server + path,
-                params=params,
-                data=body,
-                headers=headers,
-                timeout=limits,
-                ssl=credentials.tls if credentials.tls is not None else True,
-                server_hostname=credentials.tls_server_name,
-                proxy=credentials.proxy,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
-            raise Unavailable(f"no connection: {e!r}", call=call) from e
-        except (aiohttp.ClientError, TimeoutError) as e:
-            raise (Unknown if write else Unavailable)(f"no answer: {e!r}", call=call) from e
-        date = response.headers.get("Date")
-        if date:
-            try:
-                self.last_date_ms = int(parsedate_to_datetime(date).timestamp() * 1000)
-            except ValueError:
-                pass  # a proxy's odd header is no reason to fail the call; the last good one stands
-        return response
-
-
 def _selectors(labels: str, fields: str) -> dict[str, str]:
     return ({"labelSelector": labels} if labels else {}) | ({"fieldSelector": fields} if fields else {})
 
@@ -513,44 +352,5 @@ def _event(line: bytes, call: str) -> WatchEvent:
     except (ValueError, KeyError, TypeError) as e:
         raise Unavailable(f"unreadable watch event: {e!r}", call=call) from e
     if kind == "ERROR":
-        raise _typed(int(obj.get("code") or 500), obj, call, write=False, retry_after=1.0)
+        raise typed_error(int(obj.get("code") or 500), obj, call, write=False, retry_after=1.0)
     return WatchEvent(kind, obj)
-
-
-async def _error(response: aiohttp.ClientResponse, call: str, write: bool) -> ApiError:
-    try:
-        text = await response.text(errors="replace")
-    except (aiohttp.ClientError, TimeoutError) as e:
-        text = f"(body unreadable: {e!r})"
-    try:
-        body = json.loads(text)
-    except ValueError:
-        body = {"message": text[:500]}
-    if not isinstance(body, dict):
-        body = {"message": text[:500]}
-    try:
-        retry_after = float(response.headers.get("Retry-After", "1"))
-    except ValueError:
-        retry_after = 1.0
-    return _typed(response.status, body, call, write=write, retry_after=retry_after)
-
-
-def _typed(status: int, body: Obj, call: str, *, write: bool, retry_after: float) -> ApiError:
-    reason = str(body.get("reason") or "")
-    message = f"{status} {reason}: {body.get('message') or ''}".strip()
-    kwargs: dict[str, Any] = {"status": status, "reason": reason, "call": call, "body": body}
-    if status == 429:
-        return TooManyRequests(message, retry_after=max(0.1, min(retry_after, 60.0)), **kwargs)
-    if status == 409:
-        return (AlreadyExists if reason == "AlreadyExists" else Conflict)(message, **kwargs)
-    if status in (500, 502, 504) and write:
-        return Unknown(message, **kwargs)  # the store may have taken it before the server gave up
-    known: dict[int, type[ApiError]] = {
-        400: Invalid,
-        401: Forbidden,
-        403: Forbidden,
-        404: NotFound,
-        410: Gone,
-        422: Invalid,
-    }
-    return known.get(status, Unavailable if status >= 500 else ApiError)(message, **kwargs)
