@@ -65,15 +65,16 @@ class Fleet:
         until = time.monotonic() + SECONDS
         while True:
             try:
-                seen: object = found = self.rounds()
+                found = self.rounds()
                 if len(found) >= count:
                     return found
+                saw = f"{len(found)}"
             except ClusterError as e:
                 # A kind that was installed just now answers so until the apiserver has filled its cache.
                 if "storage is (re)initializing" not in str(e):
                     raise
-                seen = e
-            assert time.monotonic() < until, f"expected {count} rounds, saw {seen}"
+                saw = str(e)
+            assert time.monotonic() < until, f"expected {count} rounds, saw {saw}"
             time.sleep(0.05)
 
     def round_status(self, name: str, **status: Any) -> None:
