@@ -1,0 +1,97 @@
+"""Decisions that a faulty run must not get wrong: who could still serve, who resumes, who holds up a commit."""
+
+from __future__ import annotations
+
+from rlfleet.api import wire
+from rlfleet.control.rounds.fleet import engine_of
+from rlfleet.plan.rounds import Committed, Engine, Member, Refusal, RoundPlan, freeze, newer_than
+from rlfleet.plan.verdicts import Verdict, abort, could_serve, unfenced
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, ref, sender
+
+COMMITTED = Committed(0, DIGEST_B)
+
+
+def by_name(*engines: Engine) -> dict[str, Engine]:
+    return {e.name: e for e in engines}
+
+
+def test_an_open_engine_with_other_proven_weights_could_serve() -> None:
+    engines = by_name(
+        engine("silent-before", gate(holds=(0, DIGEST_B), paused=False)),
+        engine("resumed-by-an-abort", gate(holds=(0, DIGEST_B), paused=None)),
+        engine("closed", gate(holds=(0, DIGEST_B), paused=True)),
+        engine("whole", gate(holds=(1, DIGEST_A), paused=False)),
+        engine("fresh", gate(holds=None, paused=False)),
+        engine("gone", gate(holds=(0, DIGEST_B), paused=False), gone=True),
+    )
+    verdicts = {"resumed-by-an-abort": Verdict.UNTOUCHED, "closed": Verdict.UNTOUCHED, "whole": Verdict.WHOLE}
+    assert could_serve(engines, verdicts) == ("resumed-by-an-abort", "silent-before")
+
+
+def test_an_abort_resumes_closed_engines_that_are_not_members() -> None:
+    plan = RoundPlan((Member("m", "uid-m", "i1", wire.Transport.SERIALIZED),), 1)
+    engines = by_name(
+        engine("m", gate(holds=(0, DIGEST_B), paused=True)),
+        engine("inherited", gate(holds=(0, DIGEST_B), paused=True)),
+        engine("ahead", gate(holds=(1, DIGEST_A), paused=True)),
+        engine("leaving", gate(holds=(0, DIGEST_B), paused=True), leaving=True),
+        engine("uncertain", gate(holds=(0, DIGEST_B), paused=True, uncertain=True)),
+        engine("serving", gate(holds=(0, DIGEST_B), paused=False)),
+    )
+    rule = abort(plan, engines, COMMITTED, operation="r")
+    assert sorted(rule.resume) == ["inherited", "m"]
+    assert rule.close == ()
+
+
+def test_an_abort_closes_a_member_that_was_loaded_and_resumes_its_neighbour() -> None:
+    members = tuple(Member(n, f"uid-{n}", "i1", wire.Transport.SERIALIZED) for n in ("a", "b"))
+    engines = by_name(
+        engine("a", gate(holds=None, paused=True, loads=(load(),))), engine("b", gate(holds=(0, DIGEST_B), paused=True))
+    )
+    rule = abort(RoundPlan(members, 1), engines, COMMITTED, operation="r")
+    assert (rule.resume, rule.close) == (("b",), ("a",))
+
+
+def test_a_pod_that_never_ran_holds_up_nothing() -> None:
+    pending = {
+        "metadata": {"name": "x", "uid": "u"},
+        "spec": {"containers": [], "restartPolicy": "Never"},
+        "status": {"phase": "Pending"},
+    }
+    waiting = {"name": "gate", "restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    pulling = {**pending, "status": {"podIP": "127.1.1.1", "initContainerStatuses": [waiting]}}
+    for pod in (pending, pulling):
+        assert unfenced([engine_of(pod)], pipeline="p", generation=1) == ()
+    running = {"name": "gate", "restartCount": 0, "state": {"running": {}}}
+    again = {**waiting, "restartCount": 1}
+    for status in ({"podIP": "127.1.1.1"} | {"initContainerStatuses": [s]} for s in (running, again)):
+        assert unfenced([engine_of({**pending, "status": status})], pipeline="p", generation=1) == ("x",)
+
+
+def test_pods_that_never_ran_are_not_silent_gates() -> None:
+    def frozen(**changes: bool) -> RoundPlan | Refusal:
+        newest = cache()
+        return freeze(
+            [engine("a", gate()), engine("b", None, **changes)],
+            mode="CPUSerialize",
+            assert_mixed=False,
+            backend="gloo",
+            train=None,
+            sender=sender(newest),
+            total_bytes=newest.total_bytes,
+            verify="IfSupported",
+            max_unavailable=0,
+        )
+
+    assert isinstance(frozen(), Refusal)
+    plan = frozen(unborn=True)
+    assert isinstance(plan, RoundPlan)
+    assert (len(plan.members), plan.silent) == (1, ())
+
+
+def test_only_a_newer_round_supersedes_one_that_holds() -> None:
+    holding = ref("now", 5)
+    assert newer_than(ref("next", 6), holding)
+    assert newer_than(ref("retry", 5, attempt=2), holding)
+    assert not newer_than(ref("late", 4), holding)
+    assert newer_than(ref("back", 4, allow_rollback=True, created_ms=holding.created_ms + 1), holding)
