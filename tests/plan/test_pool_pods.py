@@ -143,6 +143,15 @@ def test_pinned_node_is_required_in_every_alternative_of_the_users_affinity() ->
         ({"containers": [{"name": "engine", "env": [{"name": "RLFLEET_POOL"}]}]}, r"RLFLEET_\* are the operator's"),
         ({"containers": [{"name": "engine"}], "volumes": [{"name": "rlfleet-state"}]}, r"volumes\[0\]\.name"),
         (
+            {"containers": [{"name": "engine", "volumeMounts": [{"name": "rlfleet-state", "mountPath": "/mine"}]}]},
+            "volumeMounts of 'rlfleet-state' are the operator's",
+        ),
+        ({"containers": [{"name": "engine", "restartPolicy": "Always"}]}, "restartPolicy is the operator's"),
+        (
+            {"containers": [{"name": "engine", "restartPolicyRules": [{"action": "Restart"}]}]},
+            "restartPolicyRules is the operator's",
+        ),
+        (
             {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/var/lib/rlfleet/staging/x"}]}]},
             "mountPath",
         ),

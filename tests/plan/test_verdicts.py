@@ -21,6 +21,7 @@ from rlfleet.plan.verdicts import (
     agree,
     conclude,
     enter,
+    left_behind,
     to_replace,
     unfenced,
     verdict,
@@ -209,3 +210,17 @@ def test_only_poisoned_pods_of_ours_are_replaced_and_only_if_asked() -> None:
     ]
     assert to_replace(engines, on_failure="Replace") == ("poisoned", "loaded-unpublished")
     assert to_replace(engines, on_failure="Hold") == ()
+
+
+def test_engines_of_a_deleted_pipeline_of_the_same_name_are_replaced() -> None:
+    engines = [
+        engine("ours", gate(pipeline="p")),
+        engine("fresh", gate(pipeline="", enrolled=False)),
+        engine("silent"),
+        engine("theirs", gate(pipeline="deleted")),
+        engine("leaving", gate(pipeline="deleted"), leaving=True),
+        engine("gone", gate(pipeline="deleted"), gone=True),
+        engine("adopted", gate(pipeline="deleted"), owned=False),
+    ]
+    assert left_behind(engines, pipeline="p", on_failure="Replace") == ("theirs",)
+    assert left_behind(engines, pipeline="p", on_failure="Hold") == ()

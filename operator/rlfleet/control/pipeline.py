@@ -11,13 +11,14 @@ RLPipeline.status and SyncRound.status.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
-from rlfleet.control.queue import After, Done, Result
+from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.closing import settled
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -31,6 +32,7 @@ from rlfleet.control.rounds.ledger import (
     ref_of,
 )
 from rlfleet.control.rounds.orphan import settle_orphan
+from rlfleet.control.rounds.transfer import plan_of
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
@@ -38,7 +40,7 @@ from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, can_join, triage
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
-from rlfleet.plan.verdicts import to_replace
+from rlfleet.plan.verdicts import left_behind, to_replace
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -52,6 +54,19 @@ WAIT_SECONDS = 0.2
 
 async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     """Move one pipeline on."""
+    try:
+        return await _reconcile(ctx, namespace, name)
+    except FenceLost as e:
+        # Not an error of ours: somebody with a higher fence acts. Looking again at once would only take the fence from
+        # them in turn, so each loss waits longer than the one before; the next look sees what they left.
+        log.warning("fence lost", extra={"pipeline": f"{namespace}/{name}", "why": str(e)})
+        raise Retry(f"fence lost: {e}") from e
+    except RoundGone as e:
+        log.warning("round vanished", extra={"pipeline": f"{namespace}/{name}", "round": str(e)})
+        raise Retry(f"round vanished: {e}") from e
+
+
+async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     kube = ctx.kube.at(Priority.ROUND, field_manager=labels.PIPELINE_MANAGER)
     # 1. live reads
     listed = await kube.list(SYNCROUNDS, namespace, timeout=API_SECONDS)
@@ -76,7 +91,9 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     view = PipelineView(ctx, ledger, sender, expected)
     if active:
         ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
-        if ledger.round is None:
+        lost = ledger.round is not None and active.get("committed") and plan_of(ledger.round_status) is None
+        if ledger.round is None or (lost and not is_terminal(ledger.round)):
+            # Gone, or its status is (restored without it): what it was about to do is not known any more.
             await settle_orphan(ctx, ledger, view)
         else:
             await _execute(ctx, ledger, sender, view)
@@ -86,7 +103,8 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
     open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
     spec = pipeline["spec"]
     await view.observe()
-    live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving]
+    replaced = await _replace_left_behind(ctx, ledger, view)
+    live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving and e.name not in replaced]
     todo = triage(
         [ref_of(r) for r in open_rounds.values()],
         committed=committed_of(pipeline),
@@ -128,6 +146,11 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
         await _replace_poisoned(ctx, ledger, view)
 
     # 6. history
+    for r in rounds:
+        if is_terminal(r) and labels.ROUND_FINALIZER in (r["metadata"].get("finalizers") or []):
+            # Its operator died after it freed the slot: nobody else would ever let the object go.
+            ledger.round = r
+            await ledger.set_finalizer(False)
     await _trim(ctx, ledger, [r for r in rounds if is_terminal(r)])
     if todo.waiting is not None:
         return After(WAIT_SECONDS, Priority.ROUND)
@@ -144,13 +167,7 @@ def _belongs(r: Obj, pipeline: Obj) -> bool:
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
     run = Executor(ctx, ledger, sender)
     run.pipeline_status = view.bind(run.fleet)
-    try:
-        await run.execute(view.sender_status())
-    except FenceLost as e:
-        # Not an error of ours: somebody with a higher fence acts. The next reconcile sees what they left.
-        log.warning("fence lost", extra={"pipeline": ledger.name, "why": str(e)})
-    except RoundGone as e:
-        log.warning("round vanished", extra={"pipeline": ledger.name, "round": str(e)})
+    await run.execute(view.sender_status())
 
 
 async def _say_waiting(ctx: Context, ledger: Ledger, waiting: RoundRef, why: tuple[Reason, str]) -> None:
@@ -180,15 +197,38 @@ def _last_trouble(pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None
 
 async def _replace_poisoned(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
     """Between rounds, delete pods that a round poisoned; their pool makes new ones (closed until the next round)."""
-    for name in to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"]):
+    names = to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"])
+    why = "a load began and nothing proves what its engine holds"
+    await _replace(ctx, ledger, view, names, Reason.POISONED, why)
+
+
+async def _replace_left_behind(ctx: Context, ledger: Ledger, view: PipelineView) -> frozenset[str]:
+    """Delete pods whose gates belong to a deleted pipeline of our name; their names."""
+    names = left_behind(view.fleet.engines.values(), pipeline=ledger.uid, on_failure=ledger.spec["sync"]["onFailure"])
+    why = "its gate belongs to a deleted RLPipeline of the same name"
+    await _replace(ctx, ledger, view, names, Reason.OTHER_PIPELINE, why)
+    return frozenset(names)
+
+
+async def _replace(
+    ctx: Context, ledger: Ledger, view: PipelineView, names: Iterable[str], reason: Reason, why: str
+) -> None:
+    names = tuple(names)
+    if not names:
+        return
+    fence = ledger.status.get("fence")
+    await ledger.read_pipeline()
+    if ledger.status.get("fence") != fence:
+        raise FenceLost("a round was claimed since the engines were looked at: it may be loading them right now")
+    for name in names:
         engine = view.fleet.engines[name]
-        message = f"{name}: a load began and nothing proves what its engine holds; the pod is replaced"
+        message = f"{name}: {why}; the pod is replaced"
         try:
             await ledger.kube.delete(PODS, ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
         except (NotFound, Conflict):
             continue
         log.warning(message, extra={"pipeline": f"{ledger.namespace}/{ledger.name}"})
-        ctx.events.record(ledger.pipeline, "Warning", Reason.POISONED.value, message, action="Replace")
+        ctx.events.record(ledger.pipeline, "Warning", reason.value, message, action="Replace")
 
 
 async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:

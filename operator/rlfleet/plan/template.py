@@ -142,9 +142,15 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
     for i, volume in enumerate(spec.get("volumes") or []):
         if volume.get("name") in (STATE_VOLUME, STAGING_VOLUME):
             raise InvalidPool(f"{where}.volumes[{i}].name {volume['name']!r} is the operator's")
+    for field in ("restartPolicy", "restartPolicyRules"):
+        if field in engines[0]:
+            # A container's own policy goes before the pod's Never, and an engine that restarts in place is stale.
+            raise InvalidPool(f"{where}: container {ENGINE!r}: {field} is the operator's")
     for container in [*containers, *inits]:
         at = f"{where}: container {container['name']!r}"
         for mount in container.get("volumeMounts") or []:
+            if mount.get("name") in (STATE_VOLUME, STAGING_VOLUME):
+                raise InvalidPool(f"{at}: volumeMounts of {mount['name']!r} are the operator's")
             path = str(mount.get("mountPath") or "").rstrip("/") + "/"
             if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/")):
                 raise InvalidPool(f"{at}: mountPath {path!r} is the operator's")

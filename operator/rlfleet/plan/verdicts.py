@@ -173,14 +173,36 @@ def conclude(
 
 
 def unfenced(engines: Iterable[Engine], *, pipeline: str, generation: int) -> tuple[str, ...]:
-    """Live engines that have not proven to hold this generation. One that is silent counts: it may still serve."""
+    """Live engines that have not proven to hold this generation. One that is silent counts: it may still serve.
+
+    A pod of which nothing has ever run does not: an engine starts only behind a gate that was enrolled.
+    """
     out = []
     for e in engines:
-        if e.gone:
+        if e.gone or (e.unborn and e.status is None):
             continue
         if e.status is None or e.status.fence.pipeline != pipeline or e.status.fence.generation < generation:
             out.append(e.name)
     return tuple(out)
+
+
+def could_serve(engines: Mapping[str, Engine], verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
+    """Live engines with proven weights that are neither whole at the target nor proven paused.
+
+    They must be paused before the commit, or two versions serve. Engines without proven weights are closed by their
+    own gates.
+    """
+    return tuple(
+        sorted(
+            name
+            for name, e in engines.items()
+            if not e.gone
+            and e.status is not None
+            and e.status.holds is not None
+            and e.status.engine.paused is not True
+            and verdicts.get(name) is not Verdict.WHOLE
+        )
+    )
 
 
 class Entry(StrEnum):
@@ -212,8 +234,22 @@ class AbortPlan:
 
 
 def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed | None, *, operation: str) -> AbortPlan:
-    """Members proven at ``committed`` and untouched by this round resume; all others are taken out of the routers."""
-    resume: list[str] = []
+    """Members proven at ``committed`` and untouched by this round resume; all others are taken out of the routers.
+
+    So do engines that are not members but were closed meanwhile: by this round, or inherited from one before it.
+    """
+    members = {(m.engine, m.pod_uid) for m in plan.members}
+    resume: list[str] = [
+        name
+        for name, e in engines.items()
+        if (name, e.pod_uid) not in members
+        and not e.gone
+        and not e.leaving
+        and e.status is not None
+        and e.status.engine.paused is True
+        and not e.status.uncertain
+        and at_committed(e, committed)
+    ]
     close: list[str] = []
     for m in plan.members:
         e = engines.get(m.engine)
@@ -246,4 +282,24 @@ def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]
         and e.status.holds is None
         and e.status.loads
         and not e.status.loads[-1].published
+    )
+
+
+def left_behind(engines: Iterable[Engine], *, pipeline: str, on_failure: str) -> tuple[str, ...]:
+    """Engines that still belong to a deleted pipeline of the same name, to be replaced before a round (``Replace``).
+
+    Their gates keep the fence of that pipeline while they are open, so no order of ours would be taken, and what they
+    serve is not what this pipeline (UID ``pipeline``) committed. With ``Hold`` they stay and the pool says so.
+    """
+    if on_failure != "Replace":
+        return ()
+    return tuple(
+        e.name
+        for e in engines
+        if e.owned
+        and not e.gone
+        and not e.leaving
+        and e.status is not None
+        and e.status.enrolled
+        and e.status.pipeline not in ("", pipeline)
     )

@@ -1,6 +1,7 @@
 """Engines and the sender of one pipeline as observed, and orders to many gates at once.
 
 Invariants:
+- only pods that a pool made are engines: a label alone, which anybody may write, makes nobody a member of a round;
 - pods are read live here (not from a view): what is frozen, committed or opened rests on the apiserver's answer;
 - an order is asked again under the same operation id until its record has ended or the deadline has passed, so a lost
   answer, a gate restart or an operator restart never starts a second operation;
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels, wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent, fan_out
-from rlfleet.kube.errors import NotFound
+from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.rounds import Engine
@@ -66,6 +67,25 @@ def is_gone(pod: Mapping[str, Any]) -> bool:
     return "terminated" in (engine.get("state") or {})
 
 
+def is_unborn(pod: Mapping[str, Any]) -> bool:
+    """Nothing of the pod has ever run: it waits for a node or an image, so no engine of it can serve."""
+    status = pod.get("status") or {}
+    if not status.get("podIP"):
+        return True
+    gate: Mapping[str, Any] = next(
+        (c for c in status.get("initContainerStatuses") or [] if c.get("name") == "gate"), {}
+    )
+    return "waiting" in (gate.get("state") or {}) and not gate.get("lastState") and not gate.get("restartCount")
+
+
+def is_owned(pod: Mapping[str, Any]) -> bool:
+    """An EnginePool controls the pod."""
+    return any(
+        o.get("controller") and o.get("kind") == "EnginePool" and o.get("apiVersion", "").startswith(f"{labels.GROUP}/")
+        for o in pod["metadata"].get("ownerReferences") or []
+    )
+
+
 def engine_of(pod: Mapping[str, Any]) -> Engine:
     """An engine pod as the planner sees it, before its gate was asked."""
     meta = pod["metadata"]
@@ -78,7 +98,8 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
         status=None,
         gone=is_gone(pod),
         leaving="deletionTimestamp" in meta,
-        owned=any(o.get("kind") == "EnginePool" and o.get("controller") for o in meta.get("ownerReferences") or []),
+        owned=is_owned(pod),
+        unborn=is_unborn(pod),
     )
 
 
@@ -126,6 +147,8 @@ class Fleet:
         self.engines = {}
         self.peers = {}
         for pod in listed.items:
+            if not is_owned(pod):
+                continue
             engine = engine_of(pod)
             self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
             peer = gate_peer(pod)
@@ -192,6 +215,18 @@ class Fleet:
                 results[name] = Silent(Peer(name, "", ""), "the pod has no address")
         return results
 
+    async def _vanished(self, peer: Peer) -> bool:
+        """The pod is proven gone; an apiserver that does not say so proves nothing."""
+        try:
+            pod = await self.ctx.kube.at(Priority.ROUND).get(
+                PODS, self.namespace, peer.name, timeout=self.ctx.settings.api_timeout
+            )
+        except NotFound:
+            return True
+        except ApiError:
+            return False
+        return pod["metadata"]["uid"] != peer.pod_uid or is_gone(pod)
+
     async def _drive(
         self, caller: Caller, peer: Peer, incarnation: str, step: str, attempt: int, order: Any, deadline: float
     ) -> wire.OperationRecord:
@@ -217,7 +252,8 @@ class Fleet:
                 if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
                     raise
             except Silent:
-                if left <= 0:
+                # A pod that is gone never answers: nobody waits for it while all others are paused.
+                if left <= 0 or await self._vanished(peer):
                     raise
             await asyncio.sleep(min(pause, max(0.0, left)))
             pause = min(1.0, pause * 2)
