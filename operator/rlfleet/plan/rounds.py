@@ -70,6 +70,13 @@ class Triage:
     why: tuple[Reason, str] | None = None
 
 
+def newer_than(r: RoundRef, other: RoundRef) -> bool:
+    """The order ``r`` replaces ``other``: a higher version or attempt, or a later order to roll back."""
+    if r.allow_rollback and r.created_ms > other.created_ms:
+        return True
+    return (r.version, r.attempt) > (other.version, other.attempt)
+
+
 def held(sender: SenderStatus, version: int, digest: str | None) -> SenderCache | None:
     """The complete weights that the sender holds for this version (and digest, if one is asked for)."""
     slots = [*sender.slots, *([sender.cache] if sender.cache else [])]
@@ -215,6 +222,8 @@ class Engine:
     gone: bool = False
     leaving: bool = False
     owned: bool = True
+    unborn: bool = False
+    """None of its containers has ever run, as far as its node told."""
 
     @property
     def incarnation(self) -> str:
@@ -280,7 +289,7 @@ def freeze(
     transports, capabilities of the sender, memory for staging, verification.
     """
     live = [e for e in engines if not e.gone and not e.leaving]
-    silent = [e for e in live if e.status is None]
+    silent = [e for e in live if e.status is None and not e.unborn]
     ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
     limit = unavailable_limit(max_unavailable, len(ready) + len(silent))
     if len(silent) > limit:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
@@ -23,8 +24,8 @@ from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.kube.events import EventType
-from rlfleet.plan.rounds import unavailable_limit
-from rlfleet.plan.verdicts import Next, Outcome, Verdict, abort, conclude, unfenced
+from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
+from rlfleet.plan.verdicts import Next, Outcome, Verdict, abort, conclude, could_serve, unfenced
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.executor import Executor
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds in which engines must resume and routers must list them after a commit, before the round says degraded.
 REOPEN_SECONDS = 60.0
+#: Seconds in which an engine must pause that is found open before a commit.
+SHUT_SECONDS = 10.0
 MAX_LISTED = 64
 MAX_ATTEMPTS = 20
 
@@ -73,6 +76,7 @@ class Closing:
         await self.fleet.fence(self.run.caller, missing_fence)
         still = unfenced(self.fleet.engines.values(), pipeline=self.ledger.uid, generation=self.ledger.generation)
         verdicts = transfer.verdicts()
+        still = (*still, *await self._shut(verdicts))
         outcome = conclude(
             transfer.plan,
             verdicts,
@@ -80,6 +84,20 @@ class Closing:
             max_unavailable=self.ledger.spec["sync"]["maxUnavailable"],
         )
         return outcome, verdicts
+
+    async def _shut(self, verdicts: dict[str, Verdict]) -> tuple[str, ...]:
+        """Pause engines that could serve something else than the target; the names that are not proven paused.
+
+        Such are engines that were silent when members were frozen, and members that an interrupted abort resumed.
+        """
+        serving = could_serve(self.fleet.engines, verdicts)
+        if not serving:
+            return ()
+        deadline = self.ctx.clock.monotonic() + SHUT_SECONDS
+        orders = dict.fromkeys(serving, wire.PauseOrder())
+        await self.fleet.run(self.run.caller, "Pause", orders, deadline=deadline, again=True)
+        await self.fleet.poll(serving)
+        return tuple(n for n in serving if (s := self.fleet.engines[n].status) is None or s.engine.paused is not True)
 
     async def hold_or_commit(self, transfer: Transfer) -> None:
         """After the transfer: commit and reopen, abort, or hold until one of them is right."""
@@ -170,8 +188,7 @@ class Closing:
         outcome, _ = await self.look(transfer)
         live = [n for n, e in self.fleet.engines.items() if not e.gone]
         if live:
-            await self.settle(
-                "Failed",
+            await self.refuse(
                 "Planned",
                 Reason.GATES_UNREACHABLE,
                 f"no engine can take part, but {len(live)} are alive ({', '.join(sorted(live)[:4])}): "
@@ -198,7 +215,8 @@ class Closing:
         whole = [n for n, v in verdicts.items() if v is Verdict.WHOLE]
         resume = wire.ResumeOrder(version=transfer.target.version, manifest_digest=transfer.target.manifest_digest)
         resumed, _ = await asyncio.gather(
-            self.fleet.run(self.run.caller, "Resume", dict.fromkeys(whole, resume), deadline=deadline),
+            # Anew, not joined: a resume that a predecessor asked for may have failed.
+            self.fleet.run(self.run.caller, "Resume", dict.fromkeys(whole, resume), deadline=deadline, again=True),
             self.run.phase("Committed", Reason.COMMITTED, f"{len(whole)} engines reopen", committed=True),
         )
         self._note_paused()
@@ -212,6 +230,7 @@ class Closing:
             and any(v is not True for v in status.routed.values())
         ]
         others = [n for n, v in verdicts.items() if v in (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)]
+        others += [n for n, e in self.fleet.engines.items() if n not in verdicts and routed(e) and not e.gone]
         opened, shut = await asyncio.gather(
             self.fleet.run(self.run.caller, "Open", dict.fromkeys(closed, wire.OpenOrder()), deadline=deadline),
             self.fleet.run(self.run.caller, "Close", dict.fromkeys(others, wire.CloseOrder()), deadline=deadline),
@@ -267,17 +286,26 @@ class Closing:
         deadline = self.ctx.clock.monotonic() + REOPEN_SECONDS
         await self.fleet.read_pods()
         await self.fleet.poll([m.engine for m in transfer.plan.members if m.engine in self.fleet.engines])
-        committed = self.ledger.committed
-        rule = abort(transfer.plan, self.fleet.engines, committed, operation=self.run.round_uid)
-        orders: dict[str, Any] = {}
-        if committed is not None:
-            orders = dict.fromkeys(
-                rule.resume,
-                wire.ResumeOrder(version=committed.version, manifest_digest=committed.manifest_digest),
-            )
-        resumed, _ = await asyncio.gather(
-            self.fleet.run(self.run.caller, "ResumeCommitted", orders, deadline=deadline),
+        rule = abort(transfer.plan, self.fleet.engines, self.ledger.committed, operation=self.run.round_uid)
+        stuck, _ = await asyncio.gather(
+            self._resume(rule.resume, deadline),
             self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=deadline),
+        )
+        self._note_paused()
+        tail = f"; {len(rule.resume)} engines resumed at the committed version, {len(rule.close)} stay closed"
+        if stuck:
+            tail += f"; could not resume: {', '.join(stuck[:4])}"
+        await self.settle(outcome, stage, reason, message + tail, transfer=transfer, verdicts=transfer.verdicts())
+
+    async def _resume(self, names: Iterable[str], deadline: float) -> list[str]:
+        """Resume engines at the committed weights and route them; the names that could not."""
+        committed = self.ledger.committed
+        if committed is None:
+            return []
+        order = wire.ResumeOrder(version=committed.version, manifest_digest=committed.manifest_digest)
+        # Anew, not joined: an engine that an interrupted abort resumed may have been paused again since.
+        resumed = await self.fleet.run(
+            self.run.caller, "Resume", dict.fromkeys(names, order), deadline=deadline, again=True
         )
         await self.fleet.poll(list(resumed))
         unrouted = [
@@ -290,18 +318,20 @@ class Closing:
         opened = await self.fleet.run(
             self.run.caller, "Open", dict.fromkeys(unrouted, wire.OpenOrder()), deadline=deadline
         )
-        self._note_paused()
-        stuck = sorted(n for n, r in {**resumed, **opened}.items() if not ok(r))
-        tail = f"; {len(rule.resume)} engines resumed at the committed version, {len(rule.close)} stay closed"
-        if stuck:
-            tail += f"; could not resume: {', '.join(stuck[:4])}"
-        await self.settle(outcome, stage, reason, message + tail, transfer=transfer, verdicts=transfer.verdicts())
+        return sorted(n for n, r in {**resumed, **opened}.items() if not ok(r))
 
     # ------------------------------------------------------------------------------------------ settle
 
-    async def refuse(self, stage: str, reason: Reason, message: str) -> None:
-        """End a round before any engine was touched."""
-        await self.settle("Failed", stage, reason, message)
+    async def refuse(self, stage: str, reason: Reason, message: str, *, outcome: str = "Failed") -> None:
+        """End a round before any engine was touched.
+
+        Engines that it inherited closed (from a round that it superseded in Holding) resume if they hold what is
+        committed: nobody else would open them.
+        """
+        closed = abort(RoundPlan((), 1), self.fleet.engines, self.ledger.committed, operation=self.run.round_uid).resume
+        if closed:
+            await self._resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
+        await self.settle(outcome, stage, reason, message)
 
     async def settle(
         self,
@@ -408,6 +438,11 @@ class Closing:
             }
         )
         await self.ledger.set_finalizer(False)
+
+
+def routed(engine: Engine) -> bool:
+    """Some router lists the engine, as far as its gate knows."""
+    return engine.status is not None and any(engine.status.routed.values())
 
 
 def settled(

@@ -25,7 +25,7 @@ from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import FenceLost, Ledger
 from rlfleet.control.rounds.orphan import StatusOf
 from rlfleet.control.rounds.transfer import Target, Transfer, member_rows, plan_of
-from rlfleet.plan.rounds import RoundPlan, freeze, held
+from rlfleet.plan.rounds import TERMINAL, RoundPlan, freeze, held
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.verdicts import Entry, Verdict, enter
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 #: Claims tried when gates show higher generations than the pipeline's status (a lost or restored status).
 CLAIM_TRIES = 5
+#: Share of pausedSeconds that is left for verification and publication, and the least seconds for them.
+PROOF_SHARE = 0.1
+PROOF_SECONDS = 10.0
 
 
 class Executor:
@@ -51,6 +54,7 @@ class Executor:
         self.timings: dict[str, int] = dict(ledger.round_status.get("timings") or {})
         self.began = ctx.clock.monotonic()
         self.paused_since: float | None = None
+        self.takeover = False
         #: Makes the pipeline's status from the fleet as observed; set by the pipeline's reconcile.
         self.pipeline_status: StatusOf | None = None
 
@@ -199,14 +203,14 @@ class Executor:
     async def execute(self, extra: dict[str, Any]) -> None:
         """Claim and carry the round to its end (or to Holding's, however long that takes)."""
         active = self.ledger.status.get("activeOperation") or {}
-        takeover = active.get("uid") == self.round_uid
+        self.takeover = active.get("uid") == self.round_uid
         await self.claim(extra)
         closing = Closing(self)
-        if (self.ledger.round_status.get("phase") or "") in ("Succeeded", "Failed", "Superseded", "Cancelled"):
+        if self.ledger.round_status.get("phase") in TERMINAL:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
             await closing.free()
             return
-        await self.barrier(takeover=takeover)
+        await self.barrier(takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)
         committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
         entry = enter(str(self.ledger.round_status.get("phase") or ""), committed=committed, planned=plan is not None)
@@ -231,6 +235,7 @@ class Executor:
                 deadline=self.deadline("pausedSeconds", "pausedAt"),
                 known=transfer.known_digests(),
                 started=self.ctx.clock.monotonic(),
+                again=True,  # the predecessor's verification may have failed, or asked for something else
             )
             await closing.hold_or_commit(transfer)
         else:
@@ -280,6 +285,15 @@ class Executor:
             )
         except PeerError as e:
             await closing.refuse("Planned", *why(e))
+            return None
+        made_by = self.round_spec.get("senderIncarnation")
+        if made_by and self.sender.status.incarnation != made_by:
+            # Another trainer process may hold other bytes under the same version number.
+            await closing.refuse(
+                "Planned",
+                Reason.SENDER_INCARNATION_GONE,
+                f"the sender is {self.sender.status.incarnation} now, this round was made by {made_by}",
+            )
             return None
         hold = self.sender.status.hold
         slot = held(self.sender.status, version, hold.manifest_digest if hold else None)
@@ -346,7 +360,9 @@ class Executor:
         self._lap("stageMs", started)
         await self.ledger.read_round()
         if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
-            await closing.settle("Cancelled", "Staging", Reason.CANCELLED, "cancelled before engines were touched")
+            await closing.refuse(
+                "Staging", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled"
+            )
             return False
         limit = closing.limit(transfer)
         if len(missing) > limit or len(missing) == len(transfer.plan.members):
@@ -382,7 +398,10 @@ class Executor:
             )
             transfer.trouble.note_results(closed)
         order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]))
-        results = await self.fleet.run(self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline)
+        # After a takeover the pause is proven anew: an abort that died may have resumed engines since.
+        results = await self.fleet.run(
+            self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline, again=self.takeover
+        )
         transfer.trouble.note_results(results)
         self._lap("quiesceMs", started)
         failed = [n for n in members if not ok(results[n])]
@@ -399,6 +418,11 @@ class Executor:
                 f"{len(failed)} engines could not be paused; {failed[0]}: {reason.value}: {message}",
             )
             return False
+        if self.ctx.clock.monotonic() >= self._load_deadline():
+            await closing.abort(
+                transfer, "Quiescing", Reason.PAUSED_DEADLINE, "no time is left in pausedSeconds to load and prove"
+            )
+            return False
         await self.ledger.read_round()
         if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
             await closing.abort(
@@ -407,13 +431,18 @@ class Executor:
             return False
         return True
 
+    def _load_deadline(self) -> float:
+        """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""
+        budget = int(self.ledger.spec["sync"]["deadlines"]["pausedSeconds"])
+        return self.deadline("pausedSeconds", "pausedAt") - PROOF_SHARE * budget
+
     async def _load(self, transfer: Transfer, closing: Closing) -> None:
         """Transferring, verify, publish; then the verdict."""
         started = self.ctx.clock.monotonic()
         await self.phase("Transferring", Reason.TRANSFERRING, f"{len(transfer.plan.members)} engines load")
         deadline = self.deadline("pausedSeconds", "pausedAt")
         members = [m for m in transfer.plan.members if transfer.staged(m)]
-        await transfer.load(members, deadline=deadline)
+        await transfer.load(members, deadline=self._load_deadline())
         started = self._lap("transferMs", started)
         await self.finish_loads(transfer, deadline=deadline, known={}, started=started)
         await closing.hold_or_commit(transfer)
@@ -422,6 +451,8 @@ class Executor:
         self, transfer: Transfer, *, deadline: float, known: dict[str, str], started: float, again: bool = False
     ) -> None:
         """Verify and publish on every member whose load has ended well. ``known``: digests agreed on, per layout."""
+        # The weights are in: without the time to prove it one hanging load would cost all engines.
+        deadline = max(deadline, self.ctx.clock.monotonic() + PROOF_SECONDS)
         await self.fleet.poll()
         judged = transfer.verdicts()
         loaded = [m for m in transfer.plan.members if judged[m.engine] is Verdict.LOADED]

@@ -18,7 +18,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.ledger import API_SECONDS, RoundGone, committed_of, is_terminal, ref_of
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS, SYNCROUNDS
-from rlfleet.plan.rounds import Member, triage
+from rlfleet.plan.rounds import Member, newer_than, triage
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Healing:
 
     async def hold(self, transfer: Transfer) -> None:
         """Stay until an exit applies, then take it."""
-        said = ""
+        said, asked = "", False
         while True:
+            # A deposed operator observes the same fleet as its successor: it must stop before it acts on it.
+            await self.ledger.still_ours()
             outcome, verdicts = await self.closing.look(transfer)
             if outcome.next is Next.COMMIT:
                 await self.closing.commit(transfer, outcome)
@@ -61,7 +63,7 @@ class Healing:
             if message != said:
                 waits = outcome.next is Next.WAIT_FENCE
                 await self.run.phase("Holding", Reason.NOT_ALL_FENCED if waits else Reason.HOLDING, message)
-                said = message
+                said, asked = message, False
             if await self._leave(transfer):
                 return
             late = self.ctx.clock.monotonic() >= self.run.deadline("pausedSeconds", "pausedAt")
@@ -69,18 +71,17 @@ class Healing:
                 await self._heal(transfer, verdicts)
             elif self.ledger.spec["sync"]["onFailure"] == "Replace":
                 await self._replace(outcome)
-            elif said:
+            elif not asked:
                 note = "pausedSeconds are spent and onFailure is Hold: delete the named pods, or cancel the round"
-                if note not in said:
-                    said = f"{message}; {note}"
-                    await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, said)
-                    said = message
+                await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{message}; {note}")
+                asked = True
             await asyncio.sleep(TURN_SECONDS)
 
     @staticmethod
     def _message(outcome: Outcome) -> str:
         if outcome.next is Next.WAIT_FENCE:
-            return f"not committed: {', '.join(outcome.unfenced[:4])} have not stored this generation"
+            names = ", ".join(outcome.unfenced[:4])
+            return f"not committed: {names} have not stored this generation, or are not proven closed"
         return (
             f"{len(outcome.whole)} engines are whole, {len(outcome.missing)} are missing "
             f"({', '.join(outcome.missing[:4])}), {outcome.limit} may be"
@@ -106,6 +107,7 @@ class Healing:
             for r in listed.items
             if r["spec"]["pipeline"] == self.ledger.name and not is_terminal(r) and r["metadata"]["uid"] != me.uid
         ]
+        others = [r for r in others if newer_than(r, me)]
         if not others:
             return False
         await self.run.sender.ask()

@@ -177,6 +177,12 @@ class Ledger:
                 await asyncio.sleep(0.05 * 2**attempt)
                 await self.read_pipeline()
 
+    async def still_ours(self) -> None:
+        """Read the pipeline live; FenceLost if somebody claimed it after us."""
+        await self.read_pipeline()
+        if int(self.status.get("fence") or 0) != self.generation:
+            raise FenceLost(f"{self.namespace}/{self.name}: fence is {self.status.get('fence')}")
+
     async def read_pipeline(self) -> None:
         """Read the pipeline live; another UID under the name is another pipeline."""
         live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
@@ -201,9 +207,11 @@ class Ledger:
     async def write_round(self, status: Obj) -> None:
         """Write round status under its resourceVersion. A writer with a higher generation ends us (FenceLost)."""
         assert self.round is not None
+        # Without a claim nothing but the round as it was read says that nobody drives it.
+        highest = self.generation or self._leased()
         for attempt in range(WRITE_TRIES):
-            theirs = int((self.round_status.get("lease") or {}).get("generation") or 0)
-            if theirs > self.generation > 0:
+            theirs = self._leased()
+            if theirs > highest:
                 raise FenceLost(f"round {self.round['metadata']['name']} is leased under generation {theirs}")
             if self.round_status.get("phase") in TERMINAL and status.get("phase") != self.round_status.get("phase"):
                 raise FenceLost(f"round {self.round['metadata']['name']} is settled already")
@@ -224,6 +232,9 @@ class Ledger:
                     raise
                 await asyncio.sleep(0.05 * 2**attempt)
                 await self.read_round()
+
+    def _leased(self) -> int:
+        return int((self.round_status.get("lease") or {}).get("generation") or 0)
 
     async def set_finalizer(self, present: bool) -> None:
         """Add or remove our finalizer on the round; no write when it is as wanted."""
