@@ -91,9 +91,9 @@ def test_a_pod_that_never_starts_holds_up_no_round(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("phase", ["Staging", "Transferring"])
 def test_a_round_that_is_deleted_ends_first(fleet: Fleet, cluster: LocalCluster, phase: str) -> None:
-    pods = serialized_fleet(fleet, 1)
+    pods = serialized_fleet(fleet, 1, sync=paused_seconds(100))
     fleet.fault(pods[0], DISK, action="delay", seconds=2, times=1, when="before")
-    name = started(fleet, 1, phase, bulk=128)
+    name = started(fleet, 1, phase, bulk=64 if phase == "Staging" else 0)
     cluster.kubectl("delete", "syncround", name, "-n", fleet.namespace, "--timeout=60s")
     status = fleet.status("rlpipeline", "p")
     assert status.get("activeOperation") is None
