@@ -228,6 +228,38 @@ def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalC
     assert not fleet.paused(pods[1])
 
 
+@pytest.mark.parametrize("on_failure", ["Hold", "Replace"])
+def test_holding_has_an_exit_when_its_time_is_spent(fleet: Fleet, cluster: LocalCluster, on_failure: str) -> None:
+    pods = serialized_fleet(
+        fleet,
+        2,
+        sync={
+            "deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 5},
+            "onFailure": on_failure,
+        },
+    )
+    silent = names(pods)[0]
+    cluster.hollow.freeze(fleet.namespace, silent, "gate")
+    fleet.publish(1)
+    name = fleet.order(1)
+    if on_failure == "Hold":
+        # Nobody is deleted: a person is asked, by name, and may mend it.
+        wait_until(lambda: reason(fleet, name) == "HoldingNeedsAction", "the round to ask for a person", 60)
+        assert silent in names(fleet.engines())
+        assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+        cluster.hollow.thaw(fleet.namespace, silent, "gate")
+    done = fleet.ended(name)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    assert fleet.label(pods[1]) == "1"
+    if on_failure == "Replace":
+        wait_until(lambda: silent not in names(fleet.engines()), "the silent engine to be replaced")
+
+
+def reason(fleet: Fleet, name: str) -> str:
+    conditions = fleet.status("syncround", name).get("conditions") or []
+    return next((str(c["reason"]) for c in conditions if c["type"] == "Progressing"), "")
+
+
 def test_cancel_while_holding_resumes_nobody_at_unproven_weights(fleet: Fleet, cluster: LocalCluster) -> None:
     pods = serialized_fleet(
         fleet, 2, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 60}}

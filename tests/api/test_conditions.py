@@ -14,14 +14,13 @@ from rlfleet.api.conditions import (
     PipelineCondition,
     PoolCondition,
     Reason,
-    Refusal,
     RoundCondition,
     find_condition,
     is_true,
     set_condition,
 )
 
-ENUMS = (PipelineCondition, PoolCondition, RoundCondition, Reason, Refusal)
+ENUMS = (PipelineCondition, PoolCondition, RoundCondition, Reason)
 EARLIER, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:00:09Z"
 
 
@@ -38,17 +37,6 @@ def test_words_are_unique_camel_case_and_explained(enum: type[conditions.Reason]
 def test_every_answer_of_a_gate_or_sender_has_a_reason() -> None:
     for error in wire.ErrorReason:
         assert Reason(error.value).value == error.value
-
-
-def test_refusals_are_in_the_order_in_which_they_are_checked() -> None:
-    assert [r.value for r in Refusal] == [
-        "UnknownRound",
-        "NotOpen",
-        "NotOwner",
-        "StaleFence",
-        "AlreadySettled",
-        "Excluded",
-    ]
 
 
 def set_ready(existing: list[dict[str, object]], **changes: object) -> list[dict[str, object]]:

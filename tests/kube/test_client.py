@@ -104,7 +104,6 @@ async def test_delete_can_name_the_version_too(kube: KubeClient, namespace: str)
     [
         ("patch_status", "resource_version"),
         ("patch_metadata", "resource_version"),
-        ("patch_spec", "resource_version"),
         ("delete", "uid"),
     ],
 )
@@ -114,13 +113,13 @@ async def test_a_write_without_its_precondition_cannot_be_made(
     parameter = inspect.signature(getattr(kube, method)).parameters[precondition]
     assert parameter.default is inspect.Parameter.empty
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    more: dict[str, Any] = {"patch_status": {"status": {}}, "patch_spec": {"spec": {}}}.get(method, {})
+    more: dict[str, Any] = {"patch_status": {"status": {}}}.get(method, {})
     with pytest.raises(ValueError, match="needs the"):
         await getattr(kube, method)(RLPIPELINES, namespace, "p", **{precondition: ""}, **more, timeout=T)
 
 
 def test_every_call_has_a_deadline() -> None:
-    for name in ("get", "list", "create", "apply", "patch_status", "patch_metadata", "patch_spec", "delete"):
+    for name in ("get", "list", "create", "apply", "patch_status", "patch_metadata", "delete"):
         parameter = inspect.signature(getattr(KubeClient, name)).parameters["timeout"]
         assert parameter.default is inspect.Parameter.empty, name
 

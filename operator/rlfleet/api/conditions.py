@@ -220,17 +220,6 @@ class Reason(_Documented):
     INTERNAL = "Internal", "a gate or sender failed in a way that it has no word for"
 
 
-class Refusal(_Documented):
-    """Why a request to move a SyncRound was refused, in the order in which it is checked."""
-
-    UNKNOWN_ROUND = "UnknownRound", "there is no such round"
-    NOT_OPEN = "NotOpen", "the round has not been claimed yet"
-    NOT_OWNER = "NotOwner", "another holder owns the round"
-    STALE_FENCE = "StaleFence", "the generation is below the one that is held"
-    ALREADY_SETTLED = "AlreadySettled", "the round has ended with another outcome"
-    EXCLUDED = "Excluded", "the engine is no member of the round"
-
-
 def set_condition(
     existing: Sequence[Mapping[str, Any]],
     type: ConditionType,

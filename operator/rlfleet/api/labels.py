@@ -27,8 +27,6 @@ DEVICES: Final = f"{GROUP}/devices"
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 
-#: Held by an RLPipeline until its rounds are settled and its pools are closed.
-PIPELINE_FINALIZER: Final = f"{GROUP}/pipeline"
 #: Held by an EnginePool until its engines are in no router.
 POOL_FINALIZER: Final = f"{GROUP}/pool"
 #: Held by a SyncRound from claim to settle; deleting the round cancels it.

@@ -52,7 +52,6 @@ def conditions_page() -> str:
         ("EnginePool conditions", conditions.PoolCondition),
         ("SyncRound conditions", conditions.RoundCondition),
         ("Reasons", conditions.Reason),
-        ("Refusals of requests to move a SyncRound", conditions.Refusal),
     ):
         lines += ["", f"## {title}", "", "| word | meaning |", "|---|---|"]
         lines += [f"| `{member.value}` | {_cell(member.meaning)} |" for member in enum]

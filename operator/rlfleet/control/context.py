@@ -88,8 +88,6 @@ class ControlSettings:
     """Name of this process, shown as the holder of a round."""
     api_timeout: float = 10.0
     """Deadline of one apiserver call."""
-    gate_timeout: float = 5.0
-    """Deadline of one status call to a gate or sender."""
     router_timeout: float = 5.0
     """Deadline of one call to a router."""
     poll_seconds: float = 5.0

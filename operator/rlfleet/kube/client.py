@@ -255,22 +255,6 @@ class KubeClient:
             write=True,
         )
 
-    async def patch_spec(
-        self,
-        res: Resource,
-        ns: str | None,
-        name: str,
-        *,
-        resource_version: str,
-        spec: Mapping[str, Any],
-        timeout: float,
-    ) -> Obj:
-        """Merge ``spec`` under ``resource_version``."""
-        body = {"metadata": _precondition(resource_version), "spec": spec}
-        return await self._call(
-            "patch", "PATCH", res, res.path(ns, name), body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
-        )
-
     async def delete(
         self,
         res: Resource,

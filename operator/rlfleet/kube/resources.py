@@ -53,10 +53,8 @@ class Resource:
 
 PODS = Resource("", "v1", "pods", "Pod")
 SECRETS = Resource("", "v1", "secrets", "Secret")
-NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
-LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 RLPIPELINES = Resource(GROUP, VERSION, "rlpipelines", "RLPipeline")
 ENGINEPOOLS = Resource(GROUP, VERSION, "enginepools", "EnginePool")
 SYNCROUNDS = Resource(GROUP, VERSION, "syncrounds", "SyncRound")

@@ -67,7 +67,6 @@ class Observed:
     committed: Committed | None = None
     pipeline_found: bool = True
     problems: tuple[Problem, ...] = ()
-    creating: int = 0
     waits: tuple[tuple[Reason, str], ...] = ()
 
 
