@@ -76,6 +76,9 @@ class Transport:
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:
+            if self._session.connector is not None:
+                # Without a closing handshake: nobody waits for it, and a loop that ends before it leaks the socket.
+                await self._session.connector.close(abort_ssl=True)
             await self._session.close()
             self._session = None
 
