@@ -67,8 +67,9 @@ def _run(options: argparse.Namespace) -> int:
         for line in kubectl_hint(cluster):
             _say(f"  {line}")
     elif options.command == "down":
+        found = cluster.state.exists()
         cluster.down()
-        _say(f"no cluster in {cluster.state}")
+        _say(f"the cluster in {cluster.state} is gone" if found else f"no cluster in {cluster.state}")
     elif options.command == "install":
         cluster.install()
     elif options.command == "guard":

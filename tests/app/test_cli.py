@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,21 @@ def test_gate_command_loads_no_operator_code() -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_taken_address_for_probes_ends_the_operator_with_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "rlfleet.app.cli", "operator", f"--health-bind={bind}", "--log-format=text"],
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "--health-bind" in output
+    assert "in use" in output
+    assert "Traceback" not in output

@@ -64,7 +64,11 @@ class Operator:
 
     async def run(self) -> int:
         """Run until a signal or a fatal error."""
-        self._health.start()
+        try:
+            self._health.start()
+        except OSError as e:
+            log.critical("can not serve probes and metrics (--health-bind): %s", e)
+            return 1
         log.info("serving probes and metrics on port %d", self._health.port)
         self._spawn(self._stamp.run(), "loop stamp")
         try:
