@@ -19,7 +19,6 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.queue import After, Done, Result, Retry
-from rlfleet.control.rounds.closing import settled
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
 from rlfleet.control.rounds.ledger import (
@@ -32,6 +31,7 @@ from rlfleet.control.rounds.ledger import (
     ref_of,
 )
 from rlfleet.control.rounds.orphan import settle_orphan
+from rlfleet.control.rounds.outcome import settled
 from rlfleet.control.rounds.transfer import plan_of
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority

@@ -11,18 +11,18 @@ Invariants (DESIGN section 5):
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
-from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.ledger import RoundGone
+from rlfleet.control.rounds.outcome import member_results, settled
 from rlfleet.kube.events import EventType
 from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, abort, conclude, could_serve, unfenced
@@ -37,18 +37,7 @@ log = logging.getLogger(__name__)
 REOPEN_SECONDS = 60.0
 #: Seconds in which an engine must pause that is found open before a commit.
 SHUT_SECONDS = 10.0
-MAX_LISTED = 64
 MAX_ATTEMPTS = 20
-
-_RESULT = {
-    Verdict.WHOLE: "Ok",
-    Verdict.LOADED: "Unknown",
-    Verdict.UNTOUCHED: "Failed",
-    Verdict.POISONED: "Unknown",
-    Verdict.UNKNOWN: "Unknown",
-    Verdict.LOST: "Lost",
-    Verdict.DROPPED: "Dropped",
-}
 
 
 class Closing:
@@ -360,7 +349,7 @@ class Closing:
         status["timings"] = self.run.timings
         status["attempts"] = self._attempts("Settle")
         if verdicts is not None:
-            status["members"] = self._results(transfer, verdicts)
+            status["members"] = member_results(transfer, verdicts)
         try:
             await self.ledger.write_round(status)
         except RoundGone:
@@ -396,25 +385,6 @@ class Closing:
         )
         return rows[-MAX_ATTEMPTS:]
 
-    @staticmethod
-    def _results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:
-        # Up to 64 members everyone is listed; in larger rounds only the exceptions, so that status stays small.
-        listed = {e: v for e, v in verdicts.items() if len(verdicts) <= MAX_LISTED or v is not Verdict.WHOLE}
-        rows = []
-        for engine, v in sorted(listed.items()):
-            row = {"engine": engine, "result": _RESULT[v]}
-            known = transfer.trouble.by_engine.get(engine) if transfer is not None else None
-            if v is Verdict.LOST:
-                row["reason"] = Reason.LOST.value
-            elif v is Verdict.DROPPED:
-                row["reason"] = Reason.DROPPED.value
-            elif v is not Verdict.WHOLE and known is not None:
-                row["reason"] = known[0].value
-            elif v is Verdict.POISONED:
-                row["reason"] = Reason.POISONED.value
-            rows.append(row)
-        return rows[:MAX_LISTED]
-
     async def _release(self) -> None:
         if self.run.sender.peer is None:
             return
@@ -443,40 +413,3 @@ class Closing:
 def routed(engine: Engine) -> bool:
     """Some router lists the engine, as far as its gate knows."""
     return engine.status is not None and any(engine.status.routed.values())
-
-
-def settled(
-    obj: dict[str, Any],
-    *,
-    outcome: str,
-    stage: str,
-    reason: Reason,
-    message: str,
-    committed: bool,
-    now_ms: int,
-) -> dict[str, Any]:
-    """The terminal status of a round, whether or not it was ever claimed."""
-    now = rfc3339(now_ms)
-    meta = obj.get("metadata") or {}
-    generation = int(meta.get("generation") or 0)
-    conditions: list[dict[str, Any]] = list((obj.get("status") or {}).get("conditions") or [])
-    succeeded = outcome == "Succeeded"
-    for kind, value in (
-        (RoundCondition.COMPLETE, succeeded),
-        (RoundCondition.FAILED, outcome in ("Failed", "Expired")),
-        (RoundCondition.PROGRESSING, False),
-    ):
-        conditions = set_condition(conditions, kind, ConditionStatus.of(value), reason, message, generation, now)
-    status: dict[str, Any] = {
-        "observedGeneration": generation,
-        "phase": outcome,
-        "outcome": outcome,
-        "committed": committed,
-        "conditions": conditions,
-        "finishedAt": now,
-    }
-    if not succeeded:
-        # Numbers and names differ from failure to failure of one kind; stage and reason do not.
-        digest = hashlib.sha256(f"{stage}\0{reason.value}".encode()).hexdigest()[:16]
-        status["failure"] = {"stage": stage, "reason": reason.value, "digest": digest, "message": message[:1024]}
-    return status

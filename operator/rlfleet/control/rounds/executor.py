@@ -12,17 +12,17 @@ and enters where ``plan.verdicts.enter`` says.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
-from rlfleet.control.peers import Caller, PeerError, Refused
+from rlfleet.control.peers import Caller, PeerError
+from rlfleet.control.rounds.barrier import pass_barrier
 from rlfleet.control.rounds.closing import Closing
 from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
-from rlfleet.control.rounds.ledger import FenceLost, Ledger
+from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.orphan import StatusOf
 from rlfleet.control.rounds.transfer import Target, Transfer, member_rows, plan_of
 from rlfleet.plan.rounds import TERMINAL, RoundPlan, freeze, held
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Claims tried when gates show higher generations than the pipeline's status (a lost or restored status).
-CLAIM_TRIES = 5
 #: Share of pausedSeconds that is left for verification and publication, and the least seconds for them.
 PROOF_SHARE = 0.1
 PROOF_SECONDS = 10.0
@@ -143,61 +141,6 @@ class Executor:
             extra=extra,
         )
 
-    async def barrier(self, *, takeover: bool) -> None:
-        """The takeover barrier: our generation at round, sender and every gate; then operations in flight end.
-
-        A gate or sender that shows a higher generation means: deposed (the pipeline's fence is above ours), or a
-        pipeline status that was lost (the fence is ours): then claim above what was shown.
-        """
-        for _ in range(CLAIM_TRIES):
-            if takeover:
-                await self.phase(
-                    str(self.ledger.round_status.get("phase") or "Pending"),
-                    Reason.OPERATOR_RESTARTED,
-                    "taken over: asking every engine what it holds",
-                )
-            await self.fleet.read_pods()
-            above, sender_above = await asyncio.gather(self.fleet.fence(self.caller), self._fence_sender())
-            above = max(above, sender_above)
-            if above <= self.ledger.generation:
-                break
-            await self.ledger.read_pipeline()
-            active = self.ledger.status.get("activeOperation") or {}
-            if int(self.ledger.status.get("fence") or 0) != self.ledger.generation:
-                raise FenceLost(f"deposed: gates hold generation {above}")
-            await self.ledger.claim(
-                {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=above
-            )
-        else:
-            raise FenceLost("gates keep showing higher generations than the pipeline's status")
-        await self._await_in_flight()
-
-    async def _fence_sender(self) -> int:
-        if self.sender.peer is None:
-            return 0
-        try:
-            self.sender.status = await self.ctx.peers.sender_fence(self.sender.peer, self.caller)
-        except Refused as e:
-            return e.body.held.generation if e.body.held is not None else 0
-        except PeerError as e:
-            self.sender.status = None
-            self.sender.problem = Reason.SENDER_UNREACHABLE, str(e)
-        return 0
-
-    async def _await_in_flight(self) -> None:
-        """Operations that somebody before us started end by themselves; wait for that, then read the gates again."""
-        busy = {n: e.status.in_flight for n, e in self.fleet.engines.items() if e.status and e.status.in_flight}
-        if not busy:
-            return
-        deadline = self.deadline("pausedSeconds", "pausedAt")
-        left = set(busy)
-        while left and self.ctx.clock.monotonic() < deadline:
-            await self.fleet.poll(left)
-            left = {n for n in left if (e := self.fleet.engines.get(n)) is not None and e.status and e.status.in_flight}
-            if left:
-                await asyncio.sleep(0.2)
-        await self.fleet.poll(list(busy))
-
     # ------------------------------------------------------------------------------------------ the round
 
     async def execute(self, extra: dict[str, Any]) -> None:
@@ -210,7 +153,7 @@ class Executor:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
             await closing.free()
             return
-        await self.barrier(takeover=self.takeover)
+        await pass_barrier(self, takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)
         committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
         entry = enter(str(self.ledger.round_status.get("phase") or ""), committed=committed, planned=plan is not None)

@@ -1,0 +1,82 @@
+"""The terminal status of a round as it is written: outcome, failure, conditions, members. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.timestamps import rfc3339
+from rlfleet.plan.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from rlfleet.control.rounds.transfer import Transfer
+
+MAX_LISTED = 64
+
+_RESULT = {
+    Verdict.WHOLE: "Ok",
+    Verdict.LOADED: "Unknown",
+    Verdict.UNTOUCHED: "Failed",
+    Verdict.POISONED: "Unknown",
+    Verdict.UNKNOWN: "Unknown",
+    Verdict.LOST: "Lost",
+    Verdict.DROPPED: "Dropped",
+}
+
+
+def settled(
+    obj: dict[str, Any],
+    *,
+    outcome: str,
+    stage: str,
+    reason: Reason,
+    message: str,
+    committed: bool,
+    now_ms: int,
+) -> dict[str, Any]:
+    """The terminal status of a round, whether or not it was ever claimed."""
+    now = rfc3339(now_ms)
+    meta = obj.get("metadata") or {}
+    generation = int(meta.get("generation") or 0)
+    conditions: list[dict[str, Any]] = list((obj.get("status") or {}).get("conditions") or [])
+    succeeded = outcome == "Succeeded"
+    for kind, value in (
+        (RoundCondition.COMPLETE, succeeded),
+        (RoundCondition.FAILED, outcome in ("Failed", "Expired")),
+        (RoundCondition.PROGRESSING, False),
+    ):
+        conditions = set_condition(conditions, kind, ConditionStatus.of(value), reason, message, generation, now)
+    status: dict[str, Any] = {
+        "observedGeneration": generation,
+        "phase": outcome,
+        "outcome": outcome,
+        "committed": committed,
+        "conditions": conditions,
+        "finishedAt": now,
+    }
+    if not succeeded:
+        # Numbers and names differ from failure to failure of one kind; stage and reason do not.
+        digest = hashlib.sha256(f"{stage}\0{reason.value}".encode()).hexdigest()[:16]
+        status["failure"] = {"stage": stage, "reason": reason.value, "digest": digest, "message": message[:1024]}
+    return status
+
+
+def member_results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:
+    """``status.members``: what became of each member."""
+    # Up to 64 members everyone is listed; in larger rounds only the exceptions, so that status stays small.
+    listed = {e: v for e, v in verdicts.items() if len(verdicts) <= MAX_LISTED or v is not Verdict.WHOLE}
+    rows = []
+    for engine, v in sorted(listed.items()):
+        row = {"engine": engine, "result": _RESULT[v]}
+        known = transfer.trouble.by_engine.get(engine) if transfer is not None else None
+        if v is Verdict.LOST:
+            row["reason"] = Reason.LOST.value
+        elif v is Verdict.DROPPED:
+            row["reason"] = Reason.DROPPED.value
+        elif v is not Verdict.WHOLE and known is not None:
+            row["reason"] = known[0].value
+        elif v is Verdict.POISONED:
+            row["reason"] = Reason.POISONED.value
+        rows.append(row)
+    return rows[:MAX_LISTED]
