@@ -70,7 +70,7 @@ def test_auto_mixes_by_where_engines_stand() -> None:
 @pytest.mark.parametrize(
     ("engines", "changes", "reason", "words"),
     [
-        (["silent", "silent", "ok"], {}, Reason.GATES_UNREACHABLE, "2 of 3 gates do not answer (e0, e1)"),
+        (["silent", "silent", "ok"], {}, Reason.GATES_UNREACHABLE, "2 of 3 gates do not answer or refuse (e0, e1)"),
         (["old"], {}, Reason.GATE_TOO_OLD, "e0 speaks protocol 0"),
         (["ok"], {"mode": "Broadcast"}, Reason.TOPOLOGY_UNKNOWN, "set spec.trainer.gpus"),
         (["ok"], {"mode": "Auto", "train": TRAIN}, Reason.TOPOLOGY_UNKNOWN, "unknown for: e0"),

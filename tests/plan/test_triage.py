@@ -55,6 +55,22 @@ def test_a_round_of_a_sender_process_that_is_gone_is_superseded() -> None:
     assert [(s.outcome, s.reason) for s in out.settle] == [("Superseded", Reason.SENDER_INCARNATION_GONE)]
 
 
+def test_a_version_that_nobody_publishes_does_not_stop_the_trainer() -> None:
+    slip, good = ref("slip", 2**50), ref("good", 1)
+    out = decide([slip, good])
+    assert out.run == good
+    assert out.later == (slip,)
+    assert out.settle == ()
+
+
+def test_an_order_that_fails_supersedes_nobody() -> None:
+    wrong = ref("wrong", 4, allow_rollback=True, expected_committed=9, created_ms=2_000)
+    good = ref("good", 6, created_ms=1_000)
+    out = decide([wrong, good], committed=Committed(5, DIGEST_A), sender=sender(cache(6, DIGEST_B)))
+    assert out.run == good
+    assert [(s.round.name, s.reason) for s in out.settle] == [("wrong", Reason.COMMITTED_MISMATCH)]
+
+
 def test_an_unreachable_sender_settles_nothing_before_the_deadline() -> None:
     problem = (Reason.SENDER_UNREACHABLE, "no answer")
     out = decide([ref(sender_incarnation="s0")], sender=None, sender_problem=problem)
@@ -168,7 +184,7 @@ def test_every_round_gets_exactly_one_answer_and_at_most_one_runs(
         committed=None if committed is None else Committed(committed, DIGEST_B),
     )
     answered = [s.round.name for s in out.settle]
-    answered += [r.name for r in (out.run, out.waiting) if r is not None]
+    answered += [r.name for r in (out.run, out.waiting, *out.later) if r is not None]
     assert sorted(answered) == sorted(r.name for r in some)
     assert out.run is None or out.waiting is None
     if out.run is not None:

@@ -211,6 +211,9 @@ def _open(row: Row, routers: frozenset[str]) -> bool:
 
 def _consistent(o: Observed, rows: Sequence[Row]) -> Verdict:
     type_ = PoolCondition.VERSION_CONSISTENT
+    if not o.pipeline_found and rows:
+        # Nobody asks gates in the name of a pipeline that is not there: what engines do is not known.
+        return type_, ConditionStatus.UNKNOWN, Reason.PIPELINE_NOT_FOUND, "without their pipeline no gate is asked"
     held = {
         (r.gate.holds.version, r.gate.holds.manifest_digest) if r.gate and r.gate.holds else None
         for r in rows
@@ -232,6 +235,9 @@ def _consistent(o: Observed, rows: Sequence[Row]) -> Verdict:
 
 def _admission(o: Observed, rows: Sequence[Row]) -> Verdict:
     type_ = PoolCondition.ADMISSION_OPEN
+    if not o.pipeline_found and rows:
+        message = "without their pipeline no gate is asked: engines that were open may still serve"
+        return type_, ConditionStatus.UNKNOWN, Reason.PIPELINE_NOT_FOUND, message
     active = [r for r in rows if r.derived.state is EngineState.ACTIVE]
     if any(r.answered for r in active):
         reason = Reason.ENGINES_OPEN if o.routers else Reason.NO_ROUTERS

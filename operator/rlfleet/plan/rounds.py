@@ -67,6 +67,8 @@ class Triage:
     settle: tuple[Settlement, ...] = ()
     run: RoundRef | None = None
     waiting: RoundRef | None = None
+    later: tuple[RoundRef, ...] = ()
+    """Rounds that stay Pending behind the one that runs: newer, but the sender does not hold their versions yet."""
     why: tuple[Reason, str] | None = None
 
 
@@ -117,6 +119,16 @@ def triage(
             )
         else:
             alive.append(r)
+    # A verdict that waiting can not change comes first: an order that fails supersedes nobody.
+    # One that the sender has passed is an older order, though, where a newer one is there.
+    ends = {r.uid: end for r in alive if (end := _final(r, committed, sender)) is not None}
+    passed = {uid: end for uid, end in ends.items() if end.reason is Reason.VERSION_NOT_HELD}
+    settle += [end for uid, end in ends.items() if uid not in passed]
+    alive = [r for r in alive if r.uid not in ends or r.uid in passed]
+    # What the sender holds goes before what it may publish one day: a slip in a version must not stop a trainer.
+    there = [r for r in alive if sender is not None and held(sender, r.version, r.manifest_digest) is not None]
+    later = tuple(r for r in alive if r not in there) if there else ()
+    alive = there or alive
     if not alive:
         return Triage(settle=tuple(settle))
     newest = max(alive, key=lambda r: (r.version, r.attempt, r.created_ms, r.name))
@@ -129,16 +141,22 @@ def triage(
         for r in alive
         if r is not newest
     ]
-    done = _final(newest, committed, sender)
-    if done is not None:
-        return Triage(settle=(*settle, done))
+    settle += [
+        Settlement(r, "Superseded", Reason.SUPERSEDED, f"superseded by {newest.name} (version {newest.version})")
+        for r in later
+        if not newer_than(r, newest)
+    ]
+    settle += [passed[r.uid] for r in later if newer_than(r, newest) and r.uid in passed]
+    later = tuple(r for r in later if newer_than(r, newest) and r.uid not in passed)
+    if newest.uid in passed:
+        return Triage(settle=(*settle, passed[newest.uid]), later=later)
     waited = now_ms - newest.created_ms
     if sender is None:
         reason, message = sender_problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
     elif held(sender, newest.version, newest.manifest_digest) is not None:
         gathering = gather(joinable, expected, first=committed is None, waited_ms=waited, pending_ms=pending_ms)
         if gathering is None:
-            return Triage(settle=tuple(settle), run=newest)
+            return Triage(settle=tuple(settle), run=newest, later=later)
         reason, message = gathering
     else:
         reason, message = (
@@ -150,8 +168,8 @@ def triage(
         late = Settlement(
             newest, "Failed", Reason.PENDING_DEADLINE, f"not started within {pending_ms // 1000} s: {message}"
         )
-        return Triage(settle=(*settle, late))
-    return Triage(settle=tuple(settle), waiting=newest, why=(reason, message))
+        return Triage(settle=(*settle, late), later=later)
+    return Triage(settle=tuple(settle), waiting=newest, later=later, why=(reason, message))
 
 
 def gather(joinable: int, expected: int, *, first: bool, waited_ms: int, pending_ms: int) -> tuple[Reason, str] | None:
@@ -222,6 +240,8 @@ class Engine:
     gone: bool = False
     leaving: bool = False
     owned: bool = True
+    refusal: str = ""
+    """Why its gate refused to be fenced; empty where it answered or kept silent."""
     unborn: bool = False
     """None of its containers has ever run, as far as its node told."""
 
@@ -293,11 +313,11 @@ def freeze(
     ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
     limit = unavailable_limit(max_unavailable, len(ready) + len(silent))
     if len(silent) > limit:
-        names = ", ".join(sorted(e.name for e in silent)[:8])
+        names = ", ".join(sorted(f"{e.name}: {e.refusal}" if e.refusal else e.name for e in silent)[:8])
         return Refusal(
             Reason.GATES_UNREACHABLE,
-            f"{len(silent)} of {len(live)} gates do not answer ({names}), more than maxUnavailable allows ({limit}); "
-            "a partition is not an empty fleet: mend the network or delete these pods",
+            f"{len(silent)} of {len(live)} gates do not answer or refuse ({names}), more than maxUnavailable allows "
+            f"({limit}); a partition is not an empty fleet: mend the network or delete these pods",
         )
     for e in ready:
         assert e.status is not None

@@ -232,7 +232,8 @@ class EnginePoolSpec(Spec):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "self.placement.mode != 'Pinned' || !has(self.placement.devices) || self.replicas <= "
+                "self.engine.gpusPerEngine < 1 || self.placement.mode != 'Pinned' || !has(self.placement.devices) || "
+                "self.replicas <= "
                 "self.placement.devices.map(n, n.devices.size() / self.engine.gpusPerEngine).sum()",
                 "placement.devices has too few devices: each replica takes engine.gpusPerEngine devices of one node",
                 at=".replicas",

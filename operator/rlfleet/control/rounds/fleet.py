@@ -155,9 +155,9 @@ class Fleet:
             if peer is not None and not engine.gone:
                 self.peers[engine.name] = peer
 
-    def take(self, name: str, status: wire.GateStatus | None) -> None:
-        """Remember what a gate said of itself (None: nothing)."""
-        self.engines[name] = replace(self.engines[name], status=status)
+    def take(self, name: str, status: wire.GateStatus | None, refusal: str = "") -> None:
+        """Remember what a gate said of itself (None: nothing, or that it refuses us)."""
+        self.engines[name] = replace(self.engines[name], status=status, refusal=refusal)
 
     def live(self) -> list[str]:
         """Names of pods that are not proven gone."""
@@ -176,7 +176,8 @@ class Fleet:
         answers = await fan_out(targets, lambda n: self.ctx.peers.gate_fence(self.peers[n], caller))
         above = 0
         for name, answer in answers.items():
-            self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
+            refusal = answer.body.reason.value if isinstance(answer, Refused) else ""
+            self.take(name, answer if isinstance(answer, wire.GateStatus) else None, refusal)
             if isinstance(answer, Refused) and answer.body.held is not None:
                 above = max(above, answer.body.held.generation)
         return above
