@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds in which engines must resume and routers must list them after a commit, before the round says degraded.
 REOPEN_SECONDS = 60.0
-#: Seconds in which an engine must pause that is found open before a commit.
+#: Seconds for an engine to pause that is found open before a commit, or to leave the routers when a round aborts.
 SHUT_SECONDS = 10.0
 MAX_ATTEMPTS = 20
 
@@ -276,9 +276,11 @@ class Closing:
         await self.fleet.read_pods()
         await self.fleet.poll([m.engine for m in transfer.plan.members if m.engine in self.fleet.engines])
         rule = abort(transfer.plan, self.fleet.engines, self.ledger.committed, operation=self.run.round_uid)
+        # Those stay paused whether or not their gates answer: a silent one must not keep the round from ending.
+        shut = self.ctx.clock.monotonic() + SHUT_SECONDS
         stuck, _ = await asyncio.gather(
             self._resume(rule.resume, deadline),
-            self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=deadline),
+            self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=shut),
         )
         self._note_paused()
         tail = f"; {len(rule.resume)} engines resumed at the committed version, {len(rule.close)} stay closed"
