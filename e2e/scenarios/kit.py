@@ -29,7 +29,7 @@ T = TypeVar("T")
 TERMINAL = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
 
 
-def wait_until(look: Callable[[], T | None], what: str, seconds: float = 90.0, *, every: float = 0.1) -> T:
+def wait_until(look: Callable[[], T | None], what: str, seconds: float = 180.0, *, every: float = 0.1) -> T:
     """Call ``look`` until it gives something true; AssertionError with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
@@ -91,7 +91,7 @@ class Operator:
                 cwd=self.folder,
                 start_new_session=True,
             )
-        wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 60)
+        wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
 
     def ready(self) -> bool:
         """Its /readyz answers 200."""
@@ -183,7 +183,7 @@ class Fleet:
 
     def wait_trainer(self) -> None:
         """Wait until the trainer's control port answers."""
-        wait_until(self._trainer_answers, "the trainer to answer", 60)
+        wait_until(self._trainer_answers, "the trainer to answer", 180)
 
     def _trainer_answers(self) -> bool:
         with contextlib.suppress(OSError, KeyError):
@@ -269,7 +269,7 @@ class Fleet:
         """A round's phase."""
         return str((self.get("syncround", name).get("status") or {}).get("phase") or "")
 
-    def ended(self, name: str, seconds: float = 90.0) -> dict[str, Any]:
+    def ended(self, name: str, seconds: float = 180.0) -> dict[str, Any]:
         """Wait for a round's end and for its slot to be free; the round."""
 
         def look() -> dict[str, Any] | None:
@@ -284,7 +284,7 @@ class Fleet:
         """Status of an object."""
         return dict(self.get(kind, name).get("status") or {})
 
-    def ready_engines(self, count: int, seconds: float = 90.0) -> list[dict[str, Any]]:
+    def ready_engines(self, count: int, seconds: float = 180.0) -> list[dict[str, Any]]:
         """Wait until exactly ``count`` engine pods exist and are Ready."""
 
         def look() -> list[dict[str, Any]] | None:

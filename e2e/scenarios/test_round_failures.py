@@ -53,7 +53,7 @@ def test_a_trainer_killed_in_staging_ends_the_round_early(fleet: Fleet, cluster:
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Staging", "Staging", every=0.01)
     cluster.hollow.crash(fleet.namespace, "trainer", "trainer")
-    done = fleet.ended(name, 30)
+    done = fleet.ended(name, 50)
     assert done["status"]["phase"] == "Failed"
     assert (done["status"]["failure"]["stage"], done["status"]["failure"]["reason"]) == ("Staging", "StagingFailed")
     assert [fleet.checksum(p) for p in pods] == sums
@@ -216,7 +216,7 @@ def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalC
     cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate")
     fleet.publish(1)
     name = fleet.order(1)
-    wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 60)
+    wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 120)
     said = next(c for c in fleet.status("syncround", name)["conditions"] if c["type"] == "Progressing")
     assert names(pods)[0] in said["message"]
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
@@ -268,7 +268,7 @@ def test_cancel_while_holding_resumes_nobody_at_unproven_weights(fleet: Fleet, c
     fleet.publish(1)
     name = fleet.order(1)
     try:
-        wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 60)
+        wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 120)
         cluster.kubectl("patch", "sr", name, "-n", fleet.namespace, "--type=merge", "-p", '{"spec":{"cancel":true}}')
         done = fleet.ended(name, 120)
     finally:

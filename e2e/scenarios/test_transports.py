@@ -31,7 +31,7 @@ def test_auto_mixes_and_both_ways_deliver_the_same_weights(fleet: Fleet) -> None
     pipeline(fleet, "Auto", assertMixed=True)
     fleet.pool(4, backend="torch", placement=pinned([TRAIN[0], TRAIN[1], FREE[0], FREE[1]]))
     fleet.trainer()
-    pods = fleet.ready_engines(4, 120)
+    pods = fleet.ready_engines(4, 240)
     sums: set[str] = set()
     for version in (-1, 1, 2):
         done = fleet.sync(version)
@@ -53,7 +53,7 @@ def test_broadcast_to_all(fleet: Fleet) -> None:
     pipeline(fleet, "Broadcast")
     fleet.pool(2, backend="torch", placement=pinned(FREE))
     fleet.trainer()
-    pods = fleet.ready_engines(2, 120)
+    pods = fleet.ready_engines(2, 240)
     for version in (-1, 1):
         done = fleet.sync(version)
         assert done["status"]["phase"] == "Succeeded", done["status"]
@@ -102,7 +102,7 @@ def test_an_engine_that_cannot_join_a_group_does_not_stop_the_serialized_ones(fl
     pipeline(fleet, "Auto")
     fleet.pool(3, backend="torch", placement=pinned([TRAIN[0], TRAIN[1], FREE[0]]))
     fleet.trainer()
-    pods = fleet.ready_engines(3, 120)
+    pods = fleet.ready_engines(3, 240)
     assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
     broadcast = next(p for p in pods if "-2-" in p["metadata"]["name"])
     fleet.fault(broadcast, "init_weights_update_group", action="http500", times=1)
