@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
 
-.PHONY: help venv demo test cluster cluster-down generate verify lock bench clean
+.PHONY: help venv demo test fault cluster cluster-down generate verify lock bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a traine
 
 test: $(STAMP) ## all tests that need no root
 	@$(BIN)/python -m pytest
+
+fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model (hours; ARGS="-k ..." for a part)
+	@$(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)
 
 cluster: $(STAMP) ## local control plane and NODES=4 hollow nodes; writes .cluster/kubeconfig
 	@$(BIN)/python -m e2e.cluster up --provider $(PROVIDER) --nodes $(NODES)
