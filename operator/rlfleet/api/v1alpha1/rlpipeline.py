@@ -7,7 +7,7 @@ commit of a SyncRound only.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -251,11 +251,25 @@ class RLPipelineSpec(Spec):
 # ------------------------------------------------------------------------------------------------ status
 
 
+class OperationKind(StrEnum):
+    """What kind of work owns the slot of a pipeline; at most one does at a time."""
+
+    REFRESH = "Refresh"
+    CATCH_UP = "CatchUp"
+    REPAIR = "Repair"
+    OFFLOAD = "Offload"
+    WAKE = "Wake"
+    QUARANTINE = "Quarantine"
+
+
 class ActiveOperation(Status):
     """The work that owns the pipeline's engines now."""
 
-    kind: Literal["Refresh", "Repair"] = Field(description="Refresh: a SyncRound. Repair: work of the pool controller.")
-    name: ShortText = Field(description="Name of the SyncRound, or of the pool that is repaired.")
+    kind: OperationKind = Field(
+        description="Refresh and CatchUp: a SyncRound. Repair: the operator puts right what no round left so, between "
+        "rounds. Offload, Wake and Quarantine: engines are taken out of service or put back, between rounds."
+    )
+    name: ShortText = Field(description="Name of the SyncRound, or of the work between rounds.")
     uid: Uid = Field(description="UID of the operation; gates refuse calls of another one under the same generation.")
     generation: Generation = Field(description="Fence generation under which it acts.")
     committed: bool = Field(default=False, description="Whether its commit was written: from then on only forward.")
