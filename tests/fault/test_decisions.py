@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rlfleet.api import wire
 from rlfleet.control.rounds.fleet import engine_of
-from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan, freeze, newer_than
+from rlfleet.plan.freeze import freeze
+from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.transport import Refusal
+from rlfleet.plan.triage import newer_than
 from rlfleet.plan.verdicts import Verdict, abort, could_serve, unfenced
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, ref, sender
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import Transport
-from rlfleet.plan.rounds import Engine, RoundPlan, freeze, unavailable_limit
+from rlfleet.plan.freeze import freeze
+from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
 from rlfleet.plan.topology import Device, train_devices
 from rlfleet.plan.transport import Refusal, choose
 from tests.plan.rounds_kit import cache, engine, gate, sender

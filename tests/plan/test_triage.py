@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlfleet.api.conditions import Reason
-from rlfleet.plan.rounds import Committed, RoundRef, Triage, triage
+from rlfleet.plan.rounds import Committed, RoundRef
+from rlfleet.plan.triage import Triage, triage
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, ref, sender
 
 

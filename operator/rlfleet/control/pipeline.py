@@ -37,9 +37,10 @@ from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
-from rlfleet.plan.rounds import Committed, RoundRef, can_join, triage
+from rlfleet.plan.rounds import Committed, RoundRef, can_join
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.triage import triage
 from rlfleet.plan.verdicts import left_behind, to_replace
 
 if TYPE_CHECKING:

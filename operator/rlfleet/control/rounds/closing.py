@@ -1,53 +1,34 @@
-"""How a round ends: commit, reopen, Holding, abort by the resume rule, settle.
+"""After the transfer: the verdict, the commit, reopening; or Holding, or an end without a commit.
 
 Invariants (DESIGN section 5):
 - the commit is one conditional write of RLPipeline.status; before it only abort, after it only forward;
-- resume is asked only for committed weights, and every gate checks that against its own record;
 - nothing opens while more than ``maxUnavailable`` members are missing, and nothing is committed while a live engine
-  has not stored our fence;
-- settle writes the round first and frees the slot second: dying in between repeats the same settle.
+  has not stored our fence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.timestamps import epoch_ms, rfc3339
-from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
-from rlfleet.control.rounds.ledger import RoundGone
-from rlfleet.control.rounds.outcome import member_results, settled
-from rlfleet.kube.events import EventType
-from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
-from rlfleet.plan.verdicts import Next, Outcome, Verdict, abort, conclude, could_serve, unfenced
+from rlfleet.plan.rounds import Engine, unavailable_limit
+from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, unfenced
 
 if TYPE_CHECKING:
-    from rlfleet.control.rounds.executor import Executor
     from rlfleet.control.rounds.transfer import Transfer
+
+from rlfleet.control.rounds.ending import REOPEN_SECONDS, SHUT_SECONDS, Ending
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which engines must resume and routers must list them after a commit, before the round says degraded.
-REOPEN_SECONDS = 60.0
-#: Seconds for an engine to pause that is found open before a commit, or to leave the routers when a round aborts.
-SHUT_SECONDS = 10.0
-MAX_ATTEMPTS = 20
 
-
-class Closing:
-    """The ends of one execution."""
-
-    def __init__(self, run: Executor) -> None:
-        self.run = run
-        self.ledger = run.ledger
-        self.fleet = run.fleet
-        self.ctx = run.ctx
+class Closing(Ending):
+    """All ends of one execution."""
 
     def limit(self, transfer: Transfer) -> int:
         """``maxUnavailable`` of this round as a count."""
@@ -208,7 +189,7 @@ class Closing:
             self.fleet.run(self.run.caller, "Resume", dict.fromkeys(whole, resume), deadline=deadline, again=True),
             self.run.phase("Committed", Reason.COMMITTED, f"{len(whole)} engines reopen", committed=True),
         )
-        self._note_paused()
+        self.note_paused()
         bad = {n: why(r) for n, r in resumed.items() if not ok(r)}
         await self.fleet.poll(whole)
         closed = [
@@ -228,7 +209,7 @@ class Closing:
         for name, result in shut.items():
             if not ok(result):
                 log.warning("close failed", extra={"engine": name, "why": str(why(result))})
-        self.run._lap("reopenMs", started)
+        self.run.lap("reopenMs", started)
         if bad:
             await self.fleet.read_pods()
             bad = {n: w for n, w in bad.items() if n in self.fleet.engines and not self.fleet.engines[n].gone}
@@ -258,158 +239,6 @@ class Closing:
             verdicts=verdicts,
             committed=True,
         )
-
-    def _note_paused(self) -> None:
-        if self.run.paused_since is not None:
-            self.run.timings["pausedMs"] = round((self.ctx.clock.monotonic() - self.run.paused_since) * 1000)
-        elif text := self.ledger.round_status.get("pausedAt"):
-            # A predecessor paused them: whole seconds are all that is known.
-            self.run.timings["pausedMs"] = max(0, self.ctx.clock.wall_ms() - epoch_ms(text))
-
-    # ------------------------------------------------------------------------------------------ abort
-
-    async def abort(
-        self, transfer: Transfer, stage: str, reason: Reason, message: str, *, outcome: str = "Failed"
-    ) -> None:
-        """The resume rule: untouched members at ``committed`` go back to serving it, all others stay closed."""
-        deadline = self.ctx.clock.monotonic() + REOPEN_SECONDS
-        await self.fleet.read_pods()
-        await self.fleet.poll([m.engine for m in transfer.plan.members if m.engine in self.fleet.engines])
-        rule = abort(transfer.plan, self.fleet.engines, self.ledger.committed, operation=self.run.round_uid)
-        # Those stay paused whether or not their gates answer: a silent one must not keep the round from ending.
-        shut = self.ctx.clock.monotonic() + SHUT_SECONDS
-        stuck, _ = await asyncio.gather(
-            self._resume(rule.resume, deadline),
-            self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=shut),
-        )
-        self._note_paused()
-        tail = f"; {len(rule.resume)} engines resumed at the committed version, {len(rule.close)} stay closed"
-        if stuck:
-            tail += f"; could not resume: {', '.join(stuck[:4])}"
-        await self.settle(outcome, stage, reason, message + tail, transfer=transfer, verdicts=transfer.verdicts())
-
-    async def _resume(self, names: Iterable[str], deadline: float) -> list[str]:
-        """Resume engines at the committed weights and route them; the names that could not."""
-        committed = self.ledger.committed
-        if committed is None:
-            return []
-        order = wire.ResumeOrder(version=committed.version, manifest_digest=committed.manifest_digest)
-        # Anew, not joined: an engine that an interrupted abort resumed may have been paused again since.
-        resumed = await self.fleet.run(
-            self.run.caller, "Resume", dict.fromkeys(names, order), deadline=deadline, again=True
-        )
-        await self.fleet.poll(list(resumed))
-        unrouted = [
-            n
-            for n, r in resumed.items()
-            if ok(r)
-            and (status := self.fleet.engines[n].status) is not None
-            and any(v is not True for v in status.routed.values())
-        ]
-        opened = await self.fleet.run(
-            self.run.caller, "Open", dict.fromkeys(unrouted, wire.OpenOrder()), deadline=deadline
-        )
-        return sorted(n for n, r in {**resumed, **opened}.items() if not ok(r))
-
-    # ------------------------------------------------------------------------------------------ settle
-
-    async def refuse(self, stage: str, reason: Reason, message: str, *, outcome: str = "Failed") -> None:
-        """End a round before any engine was touched.
-
-        Engines that it inherited closed (from a round that it superseded in Holding) resume if they hold what is
-        committed: nobody else would open them.
-        """
-        closed = abort(RoundPlan((), 1), self.fleet.engines, self.ledger.committed, operation=self.run.round_uid).resume
-        if closed:
-            await self._resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
-        await self.settle(outcome, stage, reason, message)
-
-    async def settle(
-        self,
-        outcome: str,
-        stage: str,
-        reason: Reason,
-        message: str,
-        *,
-        transfer: Transfer | None = None,
-        verdicts: dict[str, Verdict] | None = None,
-        committed: bool = False,
-    ) -> None:
-        """Write the end of the round, release the hold, free the slot."""
-        await self._release()
-        self.run.timings["totalMs"] = round((self.ctx.clock.monotonic() - self.run.began) * 1000)
-        status = settled(
-            self.ledger.round or {},
-            outcome=outcome,
-            stage=stage,
-            reason=reason,
-            message=message,
-            committed=committed,
-            now_ms=self.ctx.clock.wall_ms(),
-        )
-        status["lease"] = self.ledger.lease()
-        status["timings"] = self.run.timings
-        status["attempts"] = self._attempts("Settle")
-        if verdicts is not None:
-            status["members"] = member_results(transfer, verdicts)
-        try:
-            await self.ledger.write_round(status)
-        except RoundGone:
-            log.warning("round vanished before it was settled", extra={"round": self.run.round_uid})
-        log.log(
-            logging.INFO if outcome == "Succeeded" else logging.WARNING,
-            "%s: %s: %s",
-            outcome,
-            reason.value,
-            message,
-            extra={
-                "round": (self.ledger.round or {}).get("metadata", {}).get("name"),
-                "roundUID": self.run.round_uid,
-                "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
-            },
-        )
-        if self.ledger.round is not None:
-            kind: EventType = "Normal" if outcome == "Succeeded" else "Warning"
-            self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
-        self.ctx.metrics.round_finished(outcome)
-        await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
-
-    def _attempts(self, op: str) -> list[dict[str, Any]]:
-        rows = list(self.ledger.round_status.get("attempts") or [])
-        rows.append(
-            {
-                "requestId": f"{op.lower()}-{self.ledger.generation}",
-                "op": op,
-                "result": "Applied",
-                "generation": self.ledger.generation,
-                "at": rfc3339(self.ctx.clock.wall_ms()),
-            }
-        )
-        return rows[-MAX_ATTEMPTS:]
-
-    async def _release(self) -> None:
-        if self.run.sender.peer is None:
-            return
-        try:
-            await self.ctx.peers.release(self.run.sender.peer, self.run.caller)
-        except PeerError as e:
-            # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
-            log.info("hold not released", extra={"round": self.run.round_uid, "why": str(e)})
-
-    async def free(self, trouble: tuple[Reason, str] | None = None) -> None:
-        """Free the slot (with the pipeline's status as it now is), then let the round object go."""
-        assert self.ledger.round is not None
-        assert self.run.pipeline_status is not None
-        await self.fleet.read_pods()
-        await self.fleet.poll()
-        await self.ledger.write_pipeline(
-            {
-                "activeOperation": None,
-                "lastRound": self.ledger.round["metadata"]["name"],
-                **self.run.pipeline_status(trouble=trouble),
-            }
-        )
-        await self.ledger.set_finalizer(False)
 
 
 def routed(engine: Engine) -> bool:

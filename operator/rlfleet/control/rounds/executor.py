@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
-from rlfleet.control.peers import Caller, PeerError
+from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import pass_barrier
 from rlfleet.control.rounds.closing import Closing
 from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.orphan import StatusOf
-from rlfleet.control.rounds.transfer import Target, Transfer, member_rows, plan_of
-from rlfleet.plan.rounds import TERMINAL, RoundPlan, freeze, held
-from rlfleet.plan.topology import train_devices
-from rlfleet.plan.transport import Refusal
+from rlfleet.control.rounds.preparing import plan_members, stage_bytes
+from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
+from rlfleet.plan.rounds import TERMINAL, RoundPlan
 from rlfleet.plan.verdicts import Entry, Verdict, enter
 
 if TYPE_CHECKING:
@@ -82,7 +81,8 @@ class Executor:
         spent = max(0.0, (self.ctx.clock.wall_ms() - epoch_ms(text)) / 1000) if text else 0.0
         return self.ctx.clock.monotonic() + budget - spent
 
-    def _lap(self, name: str, since: float) -> float:
+    def lap(self, name: str, since: float) -> float:
+        """Add the time since ``since`` (loop seconds) to a timing; now, as the start of the next one."""
         now = self.ctx.clock.monotonic()
         self.timings[name] = self.timings.get(name, 0) + max(0, round((now - since) * 1000))
         self.ctx.metrics.round_phase(name.removesuffix("Ms"), now - since)
@@ -158,15 +158,15 @@ class Executor:
         committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
         entry = enter(str(self.ledger.round_status.get("phase") or ""), committed=committed, planned=plan is not None)
         if entry is Entry.PLAN:
-            transfer = await self._plan(closing)
+            transfer = await plan_members(self, closing)
             if transfer is None:
                 return
-            if not await self._stage(transfer, closing):
+            if not await stage_bytes(self, transfer, closing):
                 return
             entry = Entry.QUIESCE
         else:
             assert plan is not None
-            transfer = self._transfer(plan, self._target_from_status())
+            transfer = self.transfer(plan, self._target_from_status())
         if entry is Entry.QUIESCE:
             if not await self._quiesce(transfer, closing):
                 return
@@ -194,7 +194,8 @@ class Executor:
             sender_incarnation=str(self.round_spec.get("senderIncarnation") or ""),
         )
 
-    def _transfer(self, plan: RoundPlan, target: Target) -> Transfer:
+    def transfer(self, plan: RoundPlan, target: Target) -> Transfer:
+        """The movement of these weights under our claim."""
         spec = self.ledger.spec
         ports = spec["transport"]["rendezvousPorts"]
         return Transfer(
@@ -207,118 +208,6 @@ class Executor:
             ports=(int(ports["first"]), int(ports["last"])),
             paused_seconds=float(spec["sync"]["deadlines"]["pausedSeconds"]),
         )
-
-    async def _plan(self, closing: Closing) -> Transfer | None:
-        """Planned: hold at the sender, members frozen, all refusals; nothing is touched when one applies."""
-        started = self.ctx.clock.monotonic()
-        deadlines = self.ledger.spec["sync"]["deadlines"]
-        version = int(self.round_spec["version"])
-        if self.sender.peer is None or self.sender.status is None:
-            reason, message = self.sender.problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
-            await closing.refuse("Planned", reason, message)
-            return None
-        budget = sum(int(deadlines[k]) for k in ("stagingSeconds", "pausedSeconds")) + 60
-        try:
-            self.sender.status = await self.ctx.peers.hold(
-                self.sender.peer,
-                self.caller,
-                version=version,
-                digest=self.round_spec.get("manifestDigest"),
-                deadline_seconds=budget,
-            )
-        except PeerError as e:
-            await closing.refuse("Planned", *why(e))
-            return None
-        made_by = self.round_spec.get("senderIncarnation")
-        if made_by and self.sender.status.incarnation != made_by:
-            # Another trainer process may hold other bytes under the same version number.
-            await closing.refuse(
-                "Planned",
-                Reason.SENDER_INCARNATION_GONE,
-                f"the sender is {self.sender.status.incarnation} now, this round was made by {made_by}",
-            )
-            return None
-        hold = self.sender.status.hold
-        slot = held(self.sender.status, version, hold.manifest_digest if hold else None)
-        if hold is None or slot is None:
-            await closing.refuse("Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on this version")
-            return None
-        spec = self.ledger.spec
-        plan = freeze(
-            list(self.fleet.engines.values()),
-            mode=spec["transport"]["mode"],
-            assert_mixed=bool(spec["transport"].get("assertMixed")),
-            backend=spec["transport"]["backend"],
-            train=train_devices((spec.get("trainer") or {}).get("gpus")),
-            sender=self.sender.status,
-            total_bytes=slot.total_bytes,
-            verify=spec["sync"]["verify"],
-            max_unavailable=spec["sync"]["maxUnavailable"],
-        )
-        if isinstance(plan, Refusal):
-            await closing.refuse("Planned", plan.reason, plan.message)
-            return None
-        target = Target(
-            operation=self.round_uid,
-            version=version,
-            manifest_digest=slot.manifest_digest,
-            total_bytes=slot.total_bytes,
-            sender_incarnation=self.sender.status.incarnation,
-        )
-        now = rfc3339(self.ctx.clock.wall_ms())
-        self._lap("planMs", started)
-        serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
-        await self.phase(
-            "Planned",
-            Reason.PLANNED,
-            f"{len(serialized)} serialized, {len(broadcast)} broadcast",
-            startedAt=self.ledger.round_status.get("startedAt") or now,
-            manifestDigest=target.manifest_digest,
-            bytes=target.total_bytes,
-            plan={
-                "worldSize": plan.world_size if broadcast else 0,
-                "serialized": len(serialized),
-                "broadcast": len(broadcast),
-                "members": member_rows(plan),
-                "silent": list(plan.silent),
-            },
-        )
-        transfer = self._transfer(plan, target)
-        if not plan.members:
-            await closing.commit_without_members(transfer)
-            return None
-        return transfer
-
-    async def _stage(self, transfer: Transfer, closing: Closing) -> bool:
-        """Staging: bytes to the gates while engines serve; failure touches nothing."""
-        started = self.ctx.clock.monotonic()
-        await self.phase(
-            "Staging",
-            Reason.STAGING,
-            f"{transfer.target.total_bytes} bytes to {len(transfer.plan.members)} gates",
-            stagingAt=self.ledger.round_status.get("stagingAt") or rfc3339(self.ctx.clock.wall_ms()),
-        )
-        deadline = self.deadline("stagingSeconds", "stagingAt")
-        missing = await transfer.stage(transfer.plan.members, deadline=deadline)
-        self._lap("stageMs", started)
-        await self.ledger.read_round()
-        if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
-            await closing.refuse(
-                "Staging", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled"
-            )
-            return False
-        limit = closing.limit(transfer)
-        if len(missing) > limit or len(missing) == len(transfer.plan.members):
-            late = self.ctx.clock.monotonic() >= deadline
-            reason, message = transfer.trouble.first() or (Reason.STAGING_FAILED, "no gate received its bytes")
-            await closing.refuse(
-                "Staging",
-                Reason.STAGING_DEADLINE if late else Reason.STAGING_FAILED,
-                f"{len(missing)} of {len(transfer.plan.members)} gates did not receive the weights "
-                f"({limit} may be unavailable); {reason.value}: {message}",
-            )
-            return False
-        return True
 
     async def _quiesce(self, transfer: Transfer, closing: Closing) -> bool:
         """Quiescing: every member paused and verified; one that can not be paused aborts the round."""
@@ -346,7 +235,7 @@ class Executor:
             self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline, again=self.takeover
         )
         transfer.trouble.note_results(results)
-        self._lap("quiesceMs", started)
+        self.lap("quiesceMs", started)
         failed = [n for n in members if not ok(results[n])]
         if failed:
             await self.fleet.read_pods()
@@ -386,7 +275,7 @@ class Executor:
         deadline = self.deadline("pausedSeconds", "pausedAt")
         members = [m for m in transfer.plan.members if transfer.staged(m)]
         await transfer.load(members, deadline=self._load_deadline())
-        started = self._lap("transferMs", started)
+        started = self.lap("transferMs", started)
         await self.finish_loads(transfer, deadline=deadline, known={}, started=started)
         await closing.hold_or_commit(transfer)
 
@@ -409,7 +298,7 @@ class Executor:
             known=known,
             again=again,
         )
-        started = self._lap("verifyMs", started)
+        started = self.lap("verifyMs", started)
         await transfer.publish(agreement, deadline=deadline, again=again)
-        self._lap("publishMs", started)
+        self.lap("publishMs", started)
         await self.fleet.poll()

@@ -18,7 +18,8 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.ledger import API_SECONDS, RoundGone, committed_of, is_terminal, ref_of
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS, SYNCROUNDS
-from rlfleet.plan.rounds import Member, newer_than, triage
+from rlfleet.plan.rounds import Member
+from rlfleet.plan.triage import newer_than, triage
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Healing:
         if newer is None:
             if self.run.sender.status is not None and self.run.sender.status.publish_waiting:
                 # A trainer waits for our hold before it can publish what the newer round asks for.
-                await self.closing._release()
+                await self.closing.release()
             return False
         # The newer round takes over every engine as it is: closed ones stay closed until it has updated them.
         await self.closing.settle(

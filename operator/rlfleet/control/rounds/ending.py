@@ -1,0 +1,200 @@
+"""How a round ends: abort by the resume rule, refuse, settle, free the slot.
+
+Invariants (DESIGN section 5):
+- resume is asked only for committed weights, and every gate checks that against its own record;
+- settle writes the round first and frees the slot second: dying in between repeats the same settle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
+from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.control.peers import PeerError
+from rlfleet.control.rounds.fleet import ok
+from rlfleet.control.rounds.ledger import RoundGone
+from rlfleet.control.rounds.outcome import member_results, settled
+from rlfleet.kube.events import EventType
+from rlfleet.plan.rounds import RoundPlan
+from rlfleet.plan.verdicts import Verdict, abort
+
+if TYPE_CHECKING:
+    from rlfleet.control.rounds.executor import Executor
+    from rlfleet.control.rounds.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+#: Seconds in which engines must resume and routers must list them, before the round says degraded.
+REOPEN_SECONDS = 60.0
+#: Seconds for an engine to pause that is found open before a commit, or to leave the routers when a round aborts.
+SHUT_SECONDS = 10.0
+MAX_ATTEMPTS = 20
+
+
+class Ending:
+    """The ends of one execution that commit nothing."""
+
+    def __init__(self, run: Executor) -> None:
+        self.run = run
+        self.ledger = run.ledger
+        self.fleet = run.fleet
+        self.ctx = run.ctx
+
+    def note_paused(self) -> None:
+        """Write down how long engines were paused."""
+        if self.run.paused_since is not None:
+            self.run.timings["pausedMs"] = round((self.ctx.clock.monotonic() - self.run.paused_since) * 1000)
+        elif text := self.ledger.round_status.get("pausedAt"):
+            # A predecessor paused them: whole seconds are all that is known.
+            self.run.timings["pausedMs"] = max(0, self.ctx.clock.wall_ms() - epoch_ms(text))
+
+    # ------------------------------------------------------------------------------------------ abort
+
+    async def abort(
+        self, transfer: Transfer, stage: str, reason: Reason, message: str, *, outcome: str = "Failed"
+    ) -> None:
+        """The resume rule: untouched members at ``committed`` go back to serving it, all others stay closed."""
+        deadline = self.ctx.clock.monotonic() + REOPEN_SECONDS
+        await self.fleet.read_pods()
+        await self.fleet.poll([m.engine for m in transfer.plan.members if m.engine in self.fleet.engines])
+        rule = abort(transfer.plan, self.fleet.engines, self.ledger.committed, operation=self.run.round_uid)
+        # Those stay paused whether or not their gates answer: a silent one must not keep the round from ending.
+        shut = self.ctx.clock.monotonic() + SHUT_SECONDS
+        stuck, _ = await asyncio.gather(
+            self._resume(rule.resume, deadline),
+            self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=shut),
+        )
+        self.note_paused()
+        tail = f"; {len(rule.resume)} engines resumed at the committed version, {len(rule.close)} stay closed"
+        if stuck:
+            tail += f"; could not resume: {', '.join(stuck[:4])}"
+        await self.settle(outcome, stage, reason, message + tail, transfer=transfer, verdicts=transfer.verdicts())
+
+    async def _resume(self, names: Iterable[str], deadline: float) -> list[str]:
+        """Resume engines at the committed weights and route them; the names that could not."""
+        committed = self.ledger.committed
+        if committed is None:
+            return []
+        order = wire.ResumeOrder(version=committed.version, manifest_digest=committed.manifest_digest)
+        # Anew, not joined: an engine that an interrupted abort resumed may have been paused again since.
+        resumed = await self.fleet.run(
+            self.run.caller, "Resume", dict.fromkeys(names, order), deadline=deadline, again=True
+        )
+        await self.fleet.poll(list(resumed))
+        unrouted = [
+            n
+            for n, r in resumed.items()
+            if ok(r)
+            and (status := self.fleet.engines[n].status) is not None
+            and any(v is not True for v in status.routed.values())
+        ]
+        opened = await self.fleet.run(
+            self.run.caller, "Open", dict.fromkeys(unrouted, wire.OpenOrder()), deadline=deadline
+        )
+        return sorted(n for n, r in {**resumed, **opened}.items() if not ok(r))
+
+    # ------------------------------------------------------------------------------------------ settle
+
+    async def refuse(self, stage: str, reason: Reason, message: str, *, outcome: str = "Failed") -> None:
+        """End a round before any engine was touched.
+
+        Engines that it inherited closed (from a round that it superseded in Holding) resume if they hold what is
+        committed: nobody else would open them.
+        """
+        closed = abort(RoundPlan((), 1), self.fleet.engines, self.ledger.committed, operation=self.run.round_uid).resume
+        if closed:
+            await self._resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
+        await self.settle(outcome, stage, reason, message)
+
+    async def settle(
+        self,
+        outcome: str,
+        stage: str,
+        reason: Reason,
+        message: str,
+        *,
+        transfer: Transfer | None = None,
+        verdicts: dict[str, Verdict] | None = None,
+        committed: bool = False,
+    ) -> None:
+        """Write the end of the round, release the hold, free the slot."""
+        await self.release()
+        self.run.timings["totalMs"] = round((self.ctx.clock.monotonic() - self.run.began) * 1000)
+        status = settled(
+            self.ledger.round or {},
+            outcome=outcome,
+            stage=stage,
+            reason=reason,
+            message=message,
+            committed=committed,
+            now_ms=self.ctx.clock.wall_ms(),
+        )
+        status["lease"] = self.ledger.lease()
+        status["timings"] = self.run.timings
+        status["attempts"] = self._attempts("Settle")
+        if verdicts is not None:
+            status["members"] = member_results(transfer, verdicts)
+        try:
+            await self.ledger.write_round(status)
+        except RoundGone:
+            log.warning("round vanished before it was settled", extra={"round": self.run.round_uid})
+        log.log(
+            logging.INFO if outcome == "Succeeded" else logging.WARNING,
+            "%s: %s: %s",
+            outcome,
+            reason.value,
+            message,
+            extra={
+                "round": (self.ledger.round or {}).get("metadata", {}).get("name"),
+                "roundUID": self.run.round_uid,
+                "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
+            },
+        )
+        if self.ledger.round is not None:
+            kind: EventType = "Normal" if outcome == "Succeeded" else "Warning"
+            self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
+        self.ctx.metrics.round_finished(outcome)
+        await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
+
+    def _attempts(self, op: str) -> list[dict[str, Any]]:
+        rows = list(self.ledger.round_status.get("attempts") or [])
+        rows.append(
+            {
+                "requestId": f"{op.lower()}-{self.ledger.generation}",
+                "op": op,
+                "result": "Applied",
+                "generation": self.ledger.generation,
+                "at": rfc3339(self.ctx.clock.wall_ms()),
+            }
+        )
+        return rows[-MAX_ATTEMPTS:]
+
+    async def release(self) -> None:
+        """End the hold at the sender."""
+        if self.run.sender.peer is None:
+            return
+        try:
+            await self.ctx.peers.release(self.run.sender.peer, self.run.caller)
+        except PeerError as e:
+            # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
+            log.info("hold not released", extra={"round": self.run.round_uid, "why": str(e)})
+
+    async def free(self, trouble: tuple[Reason, str] | None = None) -> None:
+        """Free the slot (with the pipeline's status as it now is), then let the round object go."""
+        assert self.ledger.round is not None
+        assert self.run.pipeline_status is not None
+        await self.fleet.read_pods()
+        await self.fleet.poll()
+        await self.ledger.write_pipeline(
+            {
+                "activeOperation": None,
+                "lastRound": self.ledger.round["metadata"]["name"],
+                **self.run.pipeline_status(trouble=trouble),
+            }
+        )
+        await self.ledger.set_finalizer(False)

@@ -1,0 +1,135 @@
+"""A round before any engine is touched: Planned and Staging (DESIGN section 5).
+
+Invariant: whatever fails here leaves every engine as it was; what is frozen is durable before its first side effect.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
+from rlfleet.api.timestamps import rfc3339
+from rlfleet.control.peers import PeerError
+from rlfleet.control.rounds.fleet import why
+from rlfleet.control.rounds.transfer import Target, Transfer, member_rows
+from rlfleet.plan.freeze import freeze
+from rlfleet.plan.rounds import held
+from rlfleet.plan.topology import train_devices
+from rlfleet.plan.transport import Refusal
+
+if TYPE_CHECKING:
+    from rlfleet.control.rounds.closing import Closing
+    from rlfleet.control.rounds.executor import Executor
+
+
+async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
+    """Planned: hold at the sender, members frozen, all refusals; nothing is touched when one applies."""
+    started = run.ctx.clock.monotonic()
+    deadlines = run.ledger.spec["sync"]["deadlines"]
+    version = int(run.round_spec["version"])
+    if run.sender.peer is None or run.sender.status is None:
+        reason, message = run.sender.problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
+        await closing.refuse("Planned", reason, message)
+        return None
+    budget = sum(int(deadlines[k]) for k in ("stagingSeconds", "pausedSeconds")) + 60
+    try:
+        run.sender.status = await run.ctx.peers.hold(
+            run.sender.peer,
+            run.caller,
+            version=version,
+            digest=run.round_spec.get("manifestDigest"),
+            deadline_seconds=budget,
+        )
+    except PeerError as e:
+        await closing.refuse("Planned", *why(e))
+        return None
+    made_by = run.round_spec.get("senderIncarnation")
+    if made_by and run.sender.status.incarnation != made_by:
+        # Another trainer process may hold other bytes under the same version number.
+        await closing.refuse(
+            "Planned",
+            Reason.SENDER_INCARNATION_GONE,
+            f"the sender is {run.sender.status.incarnation} now, this round was made by {made_by}",
+        )
+        return None
+    hold = run.sender.status.hold
+    slot = held(run.sender.status, version, hold.manifest_digest if hold else None)
+    if hold is None or slot is None:
+        await closing.refuse("Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on this version")
+        return None
+    spec = run.ledger.spec
+    plan = freeze(
+        list(run.fleet.engines.values()),
+        mode=spec["transport"]["mode"],
+        assert_mixed=bool(spec["transport"].get("assertMixed")),
+        backend=spec["transport"]["backend"],
+        train=train_devices((spec.get("trainer") or {}).get("gpus")),
+        sender=run.sender.status,
+        total_bytes=slot.total_bytes,
+        verify=spec["sync"]["verify"],
+        max_unavailable=spec["sync"]["maxUnavailable"],
+    )
+    if isinstance(plan, Refusal):
+        await closing.refuse("Planned", plan.reason, plan.message)
+        return None
+    target = Target(
+        operation=run.round_uid,
+        version=version,
+        manifest_digest=slot.manifest_digest,
+        total_bytes=slot.total_bytes,
+        sender_incarnation=run.sender.status.incarnation,
+    )
+    now = rfc3339(run.ctx.clock.wall_ms())
+    run.lap("planMs", started)
+    serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
+    await run.phase(
+        "Planned",
+        Reason.PLANNED,
+        f"{len(serialized)} serialized, {len(broadcast)} broadcast",
+        startedAt=run.ledger.round_status.get("startedAt") or now,
+        manifestDigest=target.manifest_digest,
+        bytes=target.total_bytes,
+        plan={
+            "worldSize": plan.world_size if broadcast else 0,
+            "serialized": len(serialized),
+            "broadcast": len(broadcast),
+            "members": member_rows(plan),
+            "silent": list(plan.silent),
+        },
+    )
+    transfer = run.transfer(plan, target)
+    if not plan.members:
+        await closing.commit_without_members(transfer)
+        return None
+    return transfer
+
+
+async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bool:
+    """Staging: bytes to the gates while engines serve; failure touches nothing."""
+    started = run.ctx.clock.monotonic()
+    await run.phase(
+        "Staging",
+        Reason.STAGING,
+        f"{transfer.target.total_bytes} bytes to {len(transfer.plan.members)} gates",
+        stagingAt=run.ledger.round_status.get("stagingAt") or rfc3339(run.ctx.clock.wall_ms()),
+    )
+    deadline = run.deadline("stagingSeconds", "stagingAt")
+    missing = await transfer.stage(transfer.plan.members, deadline=deadline)
+    run.lap("stageMs", started)
+    await run.ledger.read_round()
+    if run.round_spec.get("cancel") or "deletionTimestamp" in (run.ledger.round or {}).get("metadata", {}):
+        await closing.refuse("Staging", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled")
+        return False
+    limit = closing.limit(transfer)
+    if len(missing) > limit or len(missing) == len(transfer.plan.members):
+        late = run.ctx.clock.monotonic() >= deadline
+        reason, message = transfer.trouble.first() or (Reason.STAGING_FAILED, "no gate received its bytes")
+        await closing.refuse(
+            "Staging",
+            Reason.STAGING_DEADLINE if late else Reason.STAGING_FAILED,
+            f"{len(missing)} of {len(transfer.plan.members)} gates did not receive the weights "
+            f"({limit} may be unavailable); {reason.value}: {message}",
+        )
+        return False
+    return True

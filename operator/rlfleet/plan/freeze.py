@@ -1,0 +1,125 @@
+"""With whom a round runs: members, transports and ranks, or why it does not (DESIGN section 5, Planned).
+
+Invariants:
+- every refusal happens here, on observed facts, and leaves every engine as it is;
+- the ranks of a broadcast group are prefix sums of each member's own world size (the sender is rank 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlfleet.api.conditions import Reason
+from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus, Transport
+from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, unavailable_limit
+from rlfleet.plan.topology import Device
+from rlfleet.plan.transport import Refusal, choose
+
+
+def freeze(
+    engines: Sequence[Engine],
+    *,
+    mode: str,
+    assert_mixed: bool,
+    backend: str,
+    train: frozenset[Device] | None,
+    sender: SenderStatus,
+    total_bytes: int,
+    verify: str,
+    max_unavailable: int | str,
+) -> RoundPlan | Refusal:
+    """Freeze the members of a Refresh: every live engine whose gate answers and has met its engine.
+
+    Checked in this order, all before anything is quiesced: silent gates, versions and capabilities of gates,
+    transports, capabilities of the sender, memory for staging, verification.
+    """
+    live = [e for e in engines if not e.gone and not e.leaving]
+    silent = [e for e in live if e.status is None and not e.unborn]
+    ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
+    limit = unavailable_limit(max_unavailable, len(ready) + len(silent))
+    if len(silent) > limit:
+        names = ", ".join(sorted(f"{e.name}: {e.refusal}" if e.refusal else e.name for e in silent)[:8])
+        return Refusal(
+            Reason.GATES_UNREACHABLE,
+            f"{len(silent)} of {len(live)} gates do not answer or refuse ({names}), more than maxUnavailable allows "
+            f"({limit}); a partition is not an empty fleet: mend the network or delete these pods",
+        )
+    for e in ready:
+        assert e.status is not None
+        if e.status.protocol_version < PROTOCOL_VERSION:
+            return Refusal(
+                Reason.GATE_TOO_OLD,
+                f"the gate of {e.name} speaks protocol {e.status.protocol_version}, {PROTOCOL_VERSION} is needed; "
+                "delete the pod so that it is made anew with the present gate image",
+            )
+    choice = choose(mode, {e.name: e.devices for e in ready}, train, assert_mixed=assert_mixed)
+    if isinstance(choice, Refusal):
+        return choice
+    members: list[Member] = []
+    offset = 1
+    for e in ready:
+        assert e.status is not None
+        how = choice[e.name]
+        size = e.status.engine.world_size or 1
+        rank = offset if how.transport is Transport.BROADCAST else None
+        offset += size if rank is not None else 0
+        members.append(Member(e.name, e.pod_uid, e.incarnation, how.transport, size, rank, how.reason))
+        refusal = _capable(e, how.transport, total_bytes, verify)
+        if refusal is not None:
+            return refusal
+    if verify == "Required":
+        lone = _lone(ready)
+        if lone is not None:
+            return lone
+    plan = RoundPlan(tuple(members), offset, tuple(sorted(e.name for e in silent)))
+    needed = {"Serialized"} if plan.of(Transport.SERIALIZED) else set()
+    if plan.of(Transport.BROADCAST):
+        needed.add(f"Broadcast/{backend}")
+    missing = sorted(needed - set(sender.capabilities))
+    if sender.protocol_version < PROTOCOL_VERSION or missing:
+        return Refusal(
+            Reason.SENDER_TOO_OLD,
+            f"the sender (rlfleet {sender.sender_version or '?'}, protocol {sender.protocol_version}) can not do "
+            f"{', '.join(missing) or f'protocol {PROTOCOL_VERSION}'}; update rlfleet in the trainer or change "
+            "spec.transport",
+        )
+    return plan
+
+
+def _lone(ready: Sequence[Engine]) -> Refusal | None:
+    """``verify: Required`` needs a second engine of the same layout whose checksum can agree."""
+    layouts: dict[str, list[str]] = {}
+    for e in ready:
+        assert e.status is not None
+        layouts.setdefault(e.status.engine.layout or "unknown", []).append(e.name)
+    for names in layouts.values():
+        if len(names) == 1:
+            return Refusal(
+                Reason.VERIFY_UNSUPPORTED,
+                f"engine {names[0]} is the only one of its layout, so nothing can confirm its checksum, and "
+                "spec.sync.verify is Required; add an engine or use IfSupported",
+            )
+    return None
+
+
+def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str) -> Refusal | None:
+    assert e.status is not None
+    capabilities = set(e.status.capabilities)
+    if transport.value not in capabilities:
+        return Refusal(
+            Reason.UNSUPPORTED,
+            f"engine {e.name} ({e.status.engine.type} {e.status.engine.version or '?'}) can not take {transport.value} "
+            "weights; change spec.transport or the engine's image",
+        )
+    if transport is Transport.SERIALIZED and total_bytes > e.status.staging_capacity_bytes:
+        return Refusal(
+            Reason.STAGING_TOO_LARGE,
+            f"{total_bytes} bytes do not fit into the staging volume of {e.name} "
+            f"({e.status.staging_capacity_bytes} bytes usable); raise spec.gate.stagingMiB and the gate's memory limit",
+        )
+    if verify == "Required" and "Checksum" not in capabilities:
+        return Refusal(
+            Reason.VERIFY_UNSUPPORTED,
+            f"engine {e.name} has no usable checksum and spec.sync.verify is Required; use IfSupported",
+        )
+    return None
