@@ -248,6 +248,7 @@ def test_without_a_sender_the_pending_deadline_ends_the_round(fleet: Fleet) -> N
     pod = fleet.ready_engines(1)[0]
     fleet.incarnation = "nobody"
     done = fleet.ended(fleet.order(1))
+    assert done["status"]["phase"] == "Expired"
     assert done["status"]["failure"]["reason"] == "PendingDeadline"
     assert "no running pod matches" in done["status"]["failure"]["message"]
     assert fleet.label(pod) == "default"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlfleet.api.conditions import Reason
 from rlfleet.plan.rounds import Committed, RoundRef
-from rlfleet.plan.triage import Triage, triage
+from rlfleet.plan.triage import Triage, ended_waiting, may_replace, triage
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, ref, sender
 
 
@@ -86,8 +86,46 @@ def test_waiting_for_the_sender_ends_with_the_pending_deadline() -> None:
     assert early.why is not None
     assert early.why[0] is Reason.SENDER_NOT_READY
     late = decide([ref(version=2)], now_ms=700_000, pending_ms=600_000)
-    assert [(s.outcome, s.reason) for s in late.settle] == [("Failed", Reason.PENDING_DEADLINE)]
+    assert [(s.outcome, s.reason) for s in late.settle] == [("Expired", Reason.PENDING_DEADLINE)]
     assert late.waiting is None
+
+
+def test_a_round_behind_the_one_that_runs_expires_too() -> None:
+    slip, good = ref("slip", 2**50), ref("good", 1, created_ms=500_000)
+    out = decide([slip, good], now_ms=700_000, pending_ms=600_000)
+    assert out.run == good
+    assert out.later == ()
+    assert [(s.round.name, s.outcome, s.reason) for s in out.settle] == [("slip", "Expired", Reason.PENDING_DEADLINE)]
+
+
+def test_rounds_end_while_another_one_owns_the_slot() -> None:
+    rounds = [
+        ref("cancelled", 2, cancel=True),
+        ref("deleted", 2, deleting=True),
+        ref("stranger", 2, sender_incarnation="s0"),
+        ref("overdue", 2, created_ms=0),
+        ref("young", 2, created_ms=500_000),
+    ]
+    out = ended_waiting(rounds, sender=sender(cache(1)), now_ms=700_000, pending_ms=600_000)
+    assert {s.round.name: s.outcome for s in out} == {
+        "cancelled": "Cancelled",
+        "deleted": "Cancelled",
+        "stranger": "Superseded",
+        "overdue": "Expired",
+    }
+
+
+def test_an_unreported_sender_ends_no_waiting_round_before_its_time() -> None:
+    assert ended_waiting([ref(sender_incarnation="s0")], sender=None, now_ms=2_000, pending_ms=600_000) == ()
+
+
+def test_a_new_sender_process_may_replace_a_held_round_with_any_version() -> None:
+    holding = ref("old", 9, sender_incarnation="s0")
+    fresh = ref("new", 3, sender_incarnation="s1")
+    assert may_replace(fresh, holding, sender(cache(3)))
+    assert not may_replace(fresh, holding, None)  # nobody has said that s0 is gone
+    assert not may_replace(fresh, holding, sender(cache(9), incarnation="s0"))
+    assert not may_replace(ref("late", 3), ref("now", 9), sender(cache(9)))
 
 
 def test_a_version_that_the_sender_has_passed_fails_at_once() -> None:
@@ -122,7 +160,7 @@ def test_waiting_for_engines(
 
 def test_engines_that_never_come_end_the_round_with_the_pending_deadline() -> None:
     out = decide([ref(created_ms=0)], joinable=0, expected=2, now_ms=600_001)
-    assert [(s.outcome, s.reason) for s in out.settle] == [("Failed", Reason.PENDING_DEADLINE)]
+    assert [(s.outcome, s.reason) for s in out.settle] == [("Expired", Reason.PENDING_DEADLINE)]
 
 
 COMMITTED = Committed(5, DIGEST_A)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Time. Decisions use ``monotonic`` only; ``wall_ms`` is for tokens and for what people read."""
+    """This machine's time. Decisions use ``monotonic`` only; what is persisted is dated by ``Context.now_ms``."""
 
     def monotonic(self) -> float:
         """Seconds that never go back."""
@@ -120,6 +120,14 @@ class Context:
     settings: ControlSettings = field(default_factory=ControlSettings)
     clock: Clock = field(default_factory=SystemClock)
     metrics: Metrics = field(default_factory=NoMetrics)
+
+    def now_ms(self) -> int:
+        """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.
+
+        Everything persisted, and everything compared with what is persisted, is dated with it. Before the apiserver's
+        first answer it is this machine's clock: nothing can have been persisted by then.
+        """
+        return self.kube.now_ms or self.clock.wall_ms()
 
 
 __all__ = [

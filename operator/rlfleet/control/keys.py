@@ -45,7 +45,7 @@ class SigningKeys:
     async def load(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys:
         """Read the key from ``namespace``, creating it if there is none."""
         try:
-            return cls(_seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
         except NotFound:
             pass
         seed = Ed25519PrivateKey.generate().private_bytes_raw()
@@ -59,9 +59,14 @@ class SigningKeys:
             "data": {PRIVATE_FIELD: base64.b64encode(seed).decode()},
         }
         try:
-            return cls(_seed(await kube.create(SECRETS, namespace, body, timeout=timeout)))
+            return cls._reading(kube, _seed(await kube.create(SECRETS, namespace, body, timeout=timeout)))
         except AlreadyExists:
-            return cls(_seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+
+    @classmethod
+    def _reading(cls, kube: KubeClient, seed: bytes) -> SigningKeys:
+        """Tokens are dated by the apiserver's clock, which nodes follow more closely than this machine's may."""
+        return cls(seed, wall_seconds=lambda: (kube.now_ms or time.time_ns() // 1_000_000) / 1000)
 
     def public_text(self) -> dict[str, str]:
         """Key id -> base64 of the raw public key: what gates and senders verify with."""

@@ -111,7 +111,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         committed=committed_of(pipeline),
         sender=sender.status,
         sender_problem=sender.problem,
-        now_ms=ctx.clock.wall_ms(),
+        now_ms=ctx.now_ms(),
         pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
         joinable=sum(can_join(e) for e in live),
         expected=max(expected, len(live)),
@@ -126,7 +126,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
                 reason=end.reason,
                 message=end.message,
                 committed=end.outcome == "Succeeded",
-                now_ms=ctx.clock.wall_ms(),
+                now_ms=ctx.now_ms(),
             )
         )
         await ledger.set_finalizer(False)
@@ -181,7 +181,7 @@ async def _say_waiting(ctx: Context, ledger: Ledger, waiting: RoundRef, why: tup
         why[0],
         why[1],
         int(ledger.round["metadata"].get("generation") or 0),
-        rfc3339(ctx.clock.wall_ms()),
+        rfc3339(ctx.now_ms()),
     )
     if status.get("phase") != "Pending" or wanted != status.get("conditions"):
         await ledger.write_round({"phase": "Pending", "conditions": wanted})
@@ -264,7 +264,7 @@ async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list
             f"there is no RLPipeline {name!r} in namespace {namespace!r}: create it, or delete this round "
             "and name another one in spec.pipeline",
             int(r["metadata"].get("generation") or 0),
-            rfc3339(ctx.clock.wall_ms()),
+            rfc3339(ctx.now_ms()),
         )
         if wanted != status.get("conditions"):
             await kube.patch_status(
@@ -367,7 +367,7 @@ class PipelineView:
                 trouble=trouble,
                 topology=self._topology(),
                 generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),
-                now=rfc3339(self.ctx.clock.wall_ms()),
+                now=rfc3339(self.ctx.now_ms()),
             ),
         }
 

@@ -275,7 +275,7 @@ class PoolReconciler:
             waits=plan.waits,
         )
         old = pool.get("status") or {}
-        new = build_status(observed, old, now=rfc3339(ctx.clock.wall_ms()))
+        new = build_status(observed, old, now=rfc3339(ctx.now_ms()))
         counts = new["counts"]
         ctx.metrics.engines(meta["namespace"], meta["name"], counts)
         changes = {k: new.get(k) for k in {*old, *new} if old.get(k) != new.get(k)}
@@ -333,7 +333,7 @@ class PoolReconciler:
         out = pool_pods.Outcome()
         await pool_pods.unroute(ctx, pool, [f for f in facts if f.ip], found, self._routers, memory, fence=0, out=out)
         if out.retry:
-            age = (ctx.clock.wall_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000
+            age = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000
             if age < FINALIZE_SECONDS:
                 return After(ctx.settings.boot_poll_seconds)
             note = (

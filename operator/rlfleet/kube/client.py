@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -92,7 +93,12 @@ class KubeClient:
     @property
     def last_date_ms(self) -> int:
         """Milliseconds since the epoch in the last Date header of the apiserver (whole seconds); 0 before the first."""
-        return self._shared.last_date_ms
+        return self._shared.time.last_date_ms
+
+    @property
+    def now_ms(self) -> int | None:
+        """Milliseconds since the epoch by the apiserver's clock, to about a second; None before its first answer."""
+        return self._shared.time.now_ms(time.monotonic())
 
     # ------------------------------------------------------------------------------------------ reads
 

@@ -31,6 +31,7 @@ from .errors import (
 )
 from .limiter import Priority, RateLimiter
 from .resources import Resource
+from .server_time import ServerTime
 
 Obj = dict[str, Any]
 
@@ -64,7 +65,7 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
         self._credentials: Credentials | None = None
         self._refresh = asyncio.Lock()
-        self.last_date_ms = 0
+        self.time = ServerTime()
 
     async def open(self) -> None:
         """Read the credentials and make the pool."""
@@ -185,7 +186,7 @@ class Transport:
         date = response.headers.get("Date")
         if date:
             try:
-                self.last_date_ms = int(parsedate_to_datetime(date).timestamp() * 1000)
+                self.time.note(int(parsedate_to_datetime(date).timestamp() * 1000), time.monotonic())
             except ValueError:
                 pass  # a proxy's odd header is no reason to fail the call; the last good one stands
         return response

@@ -44,6 +44,50 @@ def newer_than(r: RoundRef, other: RoundRef) -> bool:
     return (r.version, r.attempt) > (other.version, other.attempt)
 
 
+def may_replace(r: RoundRef, holding: RoundRef, sender: SenderStatus | None) -> bool:
+    """``r`` supersedes a round in Holding: it is newer, or the sender process of that one is no longer reported.
+
+    Another sender process counts its versions anew, so theirs are not compared.
+    """
+    if newer_than(r, holding):
+        return True
+    return (
+        sender is not None
+        and bool(holding.sender_incarnation)
+        and holding.sender_incarnation != sender.incarnation
+        and r.sender_incarnation == sender.incarnation
+    )
+
+
+def ended_waiting(
+    rounds: Iterable[RoundRef], *, sender: SenderStatus | None, now_ms: int, pending_ms: int
+) -> tuple[Settlement, ...]:
+    """Unclaimed rounds that end while another round owns the slot: their exits do not wait for that one."""
+    out = []
+    for r in sorted(rounds, key=lambda r: (r.created_ms, r.name)):
+        end = _asked_to_end(r, sender)
+        if end is None and now_ms - r.created_ms > pending_ms:
+            end = _expired(r, pending_ms, "another round owns the engines")
+        if end is not None:
+            out.append(end)
+    return tuple(out)
+
+
+def _asked_to_end(r: RoundRef, sender: SenderStatus | None) -> Settlement | None:
+    if r.cancel or r.deleting:
+        return Settlement(r, "Cancelled", Reason.CANCELLED, "cancelled before anything was touched")
+    if sender is not None and r.sender_incarnation and r.sender_incarnation != sender.incarnation:
+        message = f"the sender is {sender.incarnation} now, this round was made by {r.sender_incarnation}"
+        return Settlement(r, "Superseded", Reason.SENDER_INCARNATION_GONE, message)
+    return None
+
+
+def _expired(r: RoundRef, pending_ms: int, message: str) -> Settlement:
+    return Settlement(
+        r, "Expired", Reason.PENDING_DEADLINE, f"not started within {pending_ms // 1000} s of its creation: {message}"
+    )
+
+
 def triage(
     rounds: Iterable[RoundRef],
     *,
@@ -62,17 +106,9 @@ def triage(
     settle: list[Settlement] = []
     alive: list[RoundRef] = []
     for r in sorted(rounds, key=lambda r: (r.created_ms, r.name)):
-        if r.cancel or r.deleting:
-            settle.append(Settlement(r, "Cancelled", Reason.CANCELLED, "cancelled before anything was touched"))
-        elif sender is not None and r.sender_incarnation and r.sender_incarnation != sender.incarnation:
-            settle.append(
-                Settlement(
-                    r,
-                    "Superseded",
-                    Reason.SENDER_INCARNATION_GONE,
-                    f"the sender is {sender.incarnation} now, this round was made by {r.sender_incarnation}",
-                )
-            )
+        end = _asked_to_end(r, sender)
+        if end is not None:
+            settle.append(end)
         else:
             alive.append(r)
     # A verdict that waiting can not change comes first: an order that fails supersedes nobody.
@@ -104,6 +140,12 @@ def triage(
     ]
     settle += [passed[r.uid] for r in later if newer_than(r, newest) and r.uid in passed]
     later = tuple(r for r in later if newer_than(r, newest) and r.uid not in passed)
+    settle += [
+        _expired(r, pending_ms, f"the sender never held version {r.version}")
+        for r in later
+        if now_ms - r.created_ms > pending_ms
+    ]
+    later = tuple(r for r in later if now_ms - r.created_ms <= pending_ms)
     if newest.uid in passed:
         return Triage(settle=(*settle, passed[newest.uid]), later=later)
     waited = now_ms - newest.created_ms
@@ -121,10 +163,7 @@ def triage(
             f"(newest: {sender.cache.version if sender.cache else 'none'}); publish it",
         )
     if waited > pending_ms:
-        late = Settlement(
-            newest, "Failed", Reason.PENDING_DEADLINE, f"not started within {pending_ms // 1000} s: {message}"
-        )
-        return Triage(settle=(*settle, late), later=later)
+        return Triage(settle=(*settle, _expired(newest, pending_ms, message)), later=later)
     return Triage(settle=tuple(settle), waiting=newest, later=later, why=(reason, message))
 
 

@@ -51,7 +51,7 @@ class Ending:
             self.run.timings["pausedMs"] = round((self.ctx.clock.monotonic() - self.run.paused_since) * 1000)
         elif text := self.ledger.round_status.get("pausedAt"):
             # A predecessor paused them: whole seconds are all that is known.
-            self.run.timings["pausedMs"] = max(0, self.ctx.clock.wall_ms() - epoch_ms(text))
+            self.run.timings["pausedMs"] = max(0, self.ctx.now_ms() - epoch_ms(text))
 
     # ------------------------------------------------------------------------------------------ abort
 
@@ -132,7 +132,7 @@ class Ending:
             reason=reason,
             message=message,
             committed=committed,
-            now_ms=self.ctx.clock.wall_ms(),
+            now_ms=self.ctx.now_ms(),
         )
         status["lease"] = self.ledger.lease()
         status["timings"] = self.run.timings
@@ -169,7 +169,7 @@ class Ending:
                 "op": op,
                 "result": "Applied",
                 "generation": self.ledger.generation,
-                "at": rfc3339(self.ctx.clock.wall_ms()),
+                "at": rfc3339(self.ctx.now_ms()),
             }
         )
         return rows[-MAX_ATTEMPTS:]

@@ -52,6 +52,7 @@ class Executor:
         self.began = ctx.clock.monotonic()
         self.paused_since: float | None = None
         self.takeover = False
+        self._ends: dict[tuple[str, str], float] = {}
         #: Makes the pipeline's status from the fleet as observed; set by the pipeline's reconcile.
         self.pipeline_status: StatusOf | None = None
 
@@ -75,11 +76,17 @@ class Executor:
         return Caller(self.ledger.uid, self.round_uid, self.ledger.generation)
 
     def deadline(self, key: str, since: str) -> float:
-        """Loop time at which the budget ``spec.sync.deadlines.<key>`` counted from status.<since> is spent."""
+        """Loop time at which the budget ``spec.sync.deadlines.<key>`` counted from status.<since> is spent.
+
+        Asked again it only ever comes nearer: neither a changed spec nor a clock that is set back refills a budget.
+        """
         budget = int(self.ledger.spec["sync"]["deadlines"][key])
         text = self.ledger.round_status.get(since)
-        spent = max(0.0, (self.ctx.clock.wall_ms() - epoch_ms(text)) / 1000) if text else 0.0
-        return self.ctx.clock.monotonic() + budget - spent
+        spent = max(0.0, (self.ctx.now_ms() - epoch_ms(text)) / 1000) if text else 0.0
+        end = self.ctx.clock.monotonic() + budget - spent
+        if text:
+            end = self._ends[key, text] = min(end, self._ends.get((key, text), end))
+        return end
 
     def lap(self, name: str, since: float) -> float:
         """Add the time since ``since`` (loop seconds) to a timing; now, as the start of the next one."""
@@ -90,7 +97,7 @@ class Executor:
 
     async def phase(self, phase: str, reason: Reason, message: str, **extra: Any) -> None:
         """Write a durable phase before its first side effect, with lease, condition and timings so far."""
-        now = rfc3339(self.ctx.clock.wall_ms())
+        now = rfc3339(self.ctx.now_ms())
         assert self.ledger.round is not None
         conditions = set_condition(
             self.ledger.round_status.get("conditions") or [],
@@ -216,7 +223,7 @@ class Executor:
             "Quiescing",
             Reason.QUIESCING,
             f"pausing {len(transfer.plan.members)} engines",
-            pausedAt=self.ledger.round_status.get("pausedAt") or rfc3339(self.ctx.clock.wall_ms()),
+            pausedAt=self.ledger.round_status.get("pausedAt") or rfc3339(self.ctx.now_ms()),
         )
         self.paused_since = self.ctx.clock.monotonic()
         sync = self.ledger.spec["sync"]

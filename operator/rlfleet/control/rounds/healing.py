@@ -117,7 +117,7 @@ class Healing:
             committed=committed_of(self.ledger.pipeline),
             sender=self.run.sender.status,
             sender_problem=None,
-            now_ms=self.ctx.clock.wall_ms(),
+            now_ms=self.ctx.now_ms(),
             pending_ms=int(self.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
             joinable=1,
             expected=1,  # this round's own engines are there for it

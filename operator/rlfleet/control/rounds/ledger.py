@@ -275,7 +275,7 @@ class Ledger:
 
     def lease(self) -> Obj:
         """The round's lease as we hold it now; ``acquiredAt`` stays while the generation does."""
-        now = rfc3339(self.ctx.clock.wall_ms())
+        now = rfc3339(self.ctx.now_ms())
         old = self.round_status.get("lease") or {}
         mine = old.get("generation") == self.generation
         return {

@@ -80,7 +80,7 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
         total_bytes=slot.total_bytes,
         sender_incarnation=run.sender.status.incarnation,
     )
-    now = rfc3339(run.ctx.clock.wall_ms())
+    now = rfc3339(run.ctx.now_ms())
     run.lap("planMs", started)
     serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
     await run.phase(
@@ -112,7 +112,7 @@ async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bo
         "Staging",
         Reason.STAGING,
         f"{transfer.target.total_bytes} bytes to {len(transfer.plan.members)} gates",
-        stagingAt=run.ledger.round_status.get("stagingAt") or rfc3339(run.ctx.clock.wall_ms()),
+        stagingAt=run.ledger.round_status.get("stagingAt") or rfc3339(run.ctx.now_ms()),
     )
     deadline = run.deadline("stagingSeconds", "stagingAt")
     missing = await transfer.stage(transfer.plan.members, deadline=deadline)
