@@ -22,7 +22,6 @@ from rlfleet.api.wire import (
     HoldsRecord,
     OpenOrder,
     OperationRequest,
-    OperationState,
     PauseMode,
     PauseOrder,
     PrepareOrder,
@@ -32,6 +31,7 @@ from rlfleet.api.wire import (
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
 from rlfleet.engine import Capability
+from rlfleet.gate import rules
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS, now_ms
@@ -116,7 +116,7 @@ async def _see_admitting(ctx: GateContext) -> None:
 
 
 async def _settle_by_pause(ctx: GateContext) -> None:
-    unsettled = [r.id for r in ctx.store.unsettled() if r.kind not in _ROUTING]
+    unsettled = [r.id for r in ctx.store.unsettled() if r.kind not in rules.ROUTING_KINDS]
     if unsettled and await ctx.engine.adapter.idle(ENGINE_SECONDS):
         ctx.store.settle(unsettled)
 
@@ -125,19 +125,7 @@ async def check_resume(ctx: GateContext, request: OperationRequest) -> None:
     """Refuse what the store does not prove."""
     order = request.order
     assert isinstance(order, ResumeOrder)
-    holds = ctx.store.holds
-    if holds is None:
-        raise GateError(ErrorReason.NOT_PROVEN, "no weights are proven for this engine process")
-    if (holds.version, holds.manifest_digest) != (order.version, order.manifest_digest):
-        raise GateError(
-            ErrorReason.NOT_PROVEN,
-            f"proven are version {holds.version} ({holds.manifest_digest}), "
-            f"not {order.version} ({order.manifest_digest})",
-        )
-    if order.engine_digest is not None and order.engine_digest != holds.engine_digest:
-        raise GateError(
-            ErrorReason.NOT_PROVEN, f"the proven engine digest is {holds.engine_digest}, not {order.engine_digest}"
-        )
+    rules.may_resume(ctx.store.holds, order)
 
 
 async def resume(ctx: GateContext, request: OperationRequest) -> Result:
@@ -163,20 +151,7 @@ async def check_publish(ctx: GateContext, request: OperationRequest) -> None:
     order = request.order
     assert isinstance(order, PublishOrder)
     latest = ctx.store.latest_load()
-    if latest is None:
-        raise GateError(ErrorReason.NOT_PROVEN, "nothing was loaded at this engine process")
-    _, load = latest
-    wanted = (order.version, order.manifest_digest, OperationState.SUCCEEDED)
-    if (load.version, load.manifest_digest, load.state) != wanted or not load.verified:
-        raise GateError(
-            ErrorReason.NOT_PROVEN,
-            f"the latest load is version {load.version} ({load.manifest_digest}), {load.state}, "
-            f"{'verified' if load.verified else 'not verified'}",
-        )
-    if order.engine_digest is not None and order.engine_digest != load.engine_digest:
-        raise GateError(
-            ErrorReason.DIGEST_MISMATCH, f"the engine's checksum is {load.engine_digest}, not {order.engine_digest}"
-        )
+    rules.may_publish(None if latest is None else latest[1], order)
 
 
 async def publish(ctx: GateContext, request: OperationRequest) -> Result:
@@ -207,8 +182,7 @@ async def publish(ctx: GateContext, request: OperationRequest) -> Result:
 
 async def check_open(ctx: GateContext, _: OperationRequest) -> None:
     """Only an engine with proven weights may be opened."""
-    if ctx.store.holds is None:
-        raise GateError(ErrorReason.NOT_PROVEN, "no weights are proven for this engine process")
+    rules.may_open(ctx.store.holds)
 
 
 async def open_routes(ctx: GateContext, request: OperationRequest) -> Result:
@@ -245,7 +219,8 @@ async def close_routes(ctx: GateContext, request: OperationRequest) -> Result:
         if any(removed):
             quiet_since = before
         pending = bool(routers) and ctx.store.router_add_since_ms is not None
-        if not pending or time.monotonic() - quiet_since > ctx.config.router_quiet_seconds:
+        quiet = time.monotonic() - quiet_since
+        if rules.quiet_enough(pending=pending, quiet_seconds=quiet, needed_seconds=ctx.config.router_quiet_seconds):
             break
         if time.monotonic() > deadline:
             raise GateError(
@@ -256,7 +231,7 @@ async def close_routes(ctx: GateContext, request: OperationRequest) -> Result:
         await asyncio.sleep(READ_BACK_SECONDS)
     with ctx.store.transaction():
         ctx.store.router_add_since_ms = None
-        ctx.store.settle([r.id for r in ctx.store.unsettled() if r.kind in _ROUTING])
+        ctx.store.settle([r.id for r in ctx.store.unsettled() if r.kind in rules.ROUTING_KINDS])
     return {}
 
 
@@ -309,6 +284,3 @@ async def discard(ctx: GateContext, request: OperationRequest) -> Result:
     await ctx.area.discard()
     ctx.metrics.staged_bytes.set(0)
     return {}
-
-
-_ROUTING = ("Open", "Close")

@@ -14,6 +14,7 @@ from rlfleet.api.wire import Addressed, EnrollRequest, ErrorReason, Fenced
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.links import now_ms
+from rlfleet.gate.rules import for_this_process
 from rlfleet.gate.store import Store
 
 _REFUSALS = {
@@ -73,10 +74,7 @@ class AdmissionControl:
         enrolment, incarnation = self._store.enrolment, self._store.incarnation
         if enrolment is None or incarnation is None:
             raise GateError(ErrorReason.NOT_ENROLLED, "the start-up promise does not hold yet; see status")
-        if body.incarnation != incarnation:
-            raise GateError(
-                ErrorReason.IDENTITY_MISMATCH, f"incarnation is {incarnation}, the call is for {body.incarnation}"
-            )
+        for_this_process(body.incarnation, incarnation)
         if body.pipeline != enrolment.pipeline:
             raise GateError(
                 ErrorReason.OTHER_PIPELINE,

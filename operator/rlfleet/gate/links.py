@@ -16,6 +16,7 @@ import time
 from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
 from rlfleet.calls import CallError
 from rlfleet.engine import EngineAdapter, Facts, View
+from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
 from rlfleet.router import RouterAdapter, make_router, normal
 
@@ -62,8 +63,8 @@ class EngineLink:
         """The engine now. ``busy``: an operation runs that may change the label, so it is not compared."""
         held = self._store.holds
         view, facts = await asyncio.gather(self.adapter.view(STATUS_SECONDS), self.facts())
-        if not busy and held is not None and view.label is not None and view.label != str(held.version):
-            self._disprove(view.label, held.version)
+        if not busy and held is not None and voids_proof(view.label, held):
+            self._disprove(str(view.label), held.version)
         if view.reachable and view.model is not None:
             self._met = True
         return view, EngineReport(
@@ -92,9 +93,7 @@ class EngineLink:
 
     def paused(self, view: View) -> bool | None:
         """False where the engine admits requests, True where a verified pause still shows, else None."""
-        if view.admitting is True:
-            return False
-        return True if view.admitting is False and self._store.paused else None
+        return proven_paused(view.admitting, self._store.paused)
 
 
 class Routers:

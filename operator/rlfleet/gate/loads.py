@@ -24,6 +24,7 @@ from rlfleet.api.wire import (
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
 from rlfleet.engine import Bucket, Checksum
+from rlfleet.gate import rules
 from rlfleet.gate.actions import ENGINE_SECONDS, Result, engine_failure, is_paused
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
@@ -60,8 +61,7 @@ async def check_load(ctx: GateContext, request: OperationRequest) -> None:
     if order.transport is Transport.BROADCAST and (order.group is None or order.rank_offset is None):
         raise GateError(ErrorReason.INVALID, "transport Broadcast needs group and rankOffset")
     _staged(ctx, request, order)
-    if await is_paused(ctx) is not True:
-        raise GateError(ErrorReason.NOT_PROVEN, "the engine is not proven paused; Pause comes before Load")
+    rules.may_load(await is_paused(ctx))
 
 
 async def load(ctx: GateContext, request: OperationRequest) -> Result:
@@ -184,16 +184,9 @@ async def _tidy(what: str, call: Callable[[], Awaitable[None]]) -> None:
 def _loaded(ctx: GateContext, order: VerifyOrder) -> tuple[str, LoadRecord]:
     """The latest load, if it ended well and is the one to verify."""
     latest = ctx.store.latest_load()
-    if latest is None:
-        raise GateError(ErrorReason.NOT_PROVEN, "nothing was loaded at this engine process")
-    op_id, record = latest
-    if (record.version, record.manifest_digest) != (order.version, order.manifest_digest):
-        raise GateError(
-            ErrorReason.NOT_PROVEN, f"the latest load is version {record.version} ({record.manifest_digest})"
-        )
-    if record.state is not OperationState.SUCCEEDED:
-        raise GateError(ErrorReason.NOT_PROVEN, f"the load of version {record.version} is {record.state}")
-    return op_id, record
+    record = rules.may_verify(None if latest is None else latest[1], order)
+    assert latest is not None
+    return latest[0], record
 
 
 async def check_verify(ctx: GateContext, request: OperationRequest) -> None:
@@ -233,9 +226,5 @@ def _changed(ctx: GateContext, op_id: str, digest: str | None, manifest_digest: 
     """True: moved. False: did not move though it had to. None: not moving, or not knowing, says nothing."""
     context = ctx.store.load_context or {}
     before = context.get("checksumBefore") if context.get("load") == op_id else None
-    if before is None or digest is None:
-        return None
-    if before != digest:
-        return True
     proven = context.get("provenBefore")
-    return None if proven is None or proven == manifest_digest else False
+    return rules.has_changed(before, digest, proven=proven, manifest_digest=manifest_digest)

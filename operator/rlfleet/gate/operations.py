@@ -19,7 +19,7 @@ from typing import Any
 
 from rlfleet.api.fencing import Fence
 from rlfleet.api.wire import ErrorBody, ErrorReason, OperationRecord, OperationRequest, OperationState, PauseMode
-from rlfleet.gate import actions, loads
+from rlfleet.gate import actions, loads, rules
 from rlfleet.gate.actions import Action, no_check
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
@@ -38,10 +38,6 @@ ACTIONS: dict[str, Action] = {
     "Close": Action(no_check, actions.close_routes),
     "Discard": Action(no_check, actions.discard),
 }
-#: Accepted while an earlier operation's effect is unknown.
-SAFE_KINDS = frozenset({"Pause", "Close"})
-#: Touch nothing but this gate's own files, which a restart puts in order.
-LOCAL_KINDS = frozenset({"Prepare", "Discard"})
 
 
 class Operations:
@@ -70,13 +66,12 @@ class Operations:
         store = self._ctx.store
         with store.transaction():
             for record in store.running():
-                local = record.kind in LOCAL_KINDS
-                state = OperationState.FAILED if local else OperationState.UNKNOWN
-                reason = ErrorReason.INTERNAL if local else ErrorReason.UNCERTAIN
+                state, settled = rules.after_restart(record.kind)
+                reason = ErrorReason.INTERNAL if settled else ErrorReason.UNCERTAIN
                 error = ErrorBody(reason=reason, message="the gate restarted while this operation ran")
                 log.warning("operation %s (%s) has no recorded end: %s", record.id, record.kind, state)
                 update = {"state": state, "error": error, "ended_ms": now_ms()}
-                store.update_operation(record.model_copy(update=update), settled=local)
+                store.update_operation(record.model_copy(update=update), settled=settled)
             for op_id, load in store.running_loads():
                 store.put_load(op_id, load.model_copy(update={"state": OperationState.UNKNOWN}))
 
@@ -89,16 +84,12 @@ class Operations:
             known = self._ctx.store.operation(request.id)
             if known is not None:
                 record, known_text = known
-                if known_text != text:
-                    raise GateError(
-                        ErrorReason.OPERATION_CONFLICT,
-                        f"operation {request.id} is known with another order ({record.kind})",
-                    )
+                rules.same_order(request.id, record.kind, known_text, text)
                 return record, False
-            self._refuse_if_uncertain(kind)
-            self._refuse_if_busy()
+            rules.nothing_unsettled(kind, self._ctx.store.unsettled())
+            rules.nothing_runs(self._current)
             await action.check(self._ctx, request)
-            self._refuse_if_fenced_off(request)
+            rules.not_fenced_off(self._ctx.store.fence, Fence(request.pipeline, request.operation, request.generation))
             record = OperationRecord(
                 id=request.id,
                 kind=kind,
@@ -136,27 +127,6 @@ class Operations:
     def _orders_decide(self) -> bool:
         store = self._ctx.store
         return store.holds is not None or self._current is not None or bool(store.unsettled())
-
-    def _refuse_if_uncertain(self, kind: str) -> None:
-        if kind in SAFE_KINDS:
-            return
-        unsettled = self._ctx.store.unsettled()
-        if unsettled:
-            names = ", ".join(f"{r.kind} {r.id}" for r in unsettled[-4:])
-            raise GateError(
-                ErrorReason.UNCERTAIN,
-                f"without a known end: {names}; Pause settles this if the engine proves to be idle (Close for routing)",
-            )
-
-    def _refuse_if_fenced_off(self, request: OperationRequest) -> None:
-        """A higher fence may have been stored while this start waited for its turn or for the engine."""
-        held = self._ctx.store.fence
-        if held != Fence(request.pipeline, request.operation, request.generation):
-            raise GateError(ErrorReason.STALE_FENCE, "a higher generation was stored meanwhile", held=held)
-
-    def _refuse_if_busy(self) -> None:
-        if self._current is not None:
-            raise GateError(ErrorReason.BUSY, f"operation {self._current.id} ({self._current.kind}) runs")
 
     async def find(self, op_id: str, wait_seconds: float) -> OperationRecord:
         """The record of an operation, waiting for its end at most ``wait_seconds``."""

@@ -226,6 +226,27 @@ def enter(phase: str, *, committed: bool, planned: bool) -> Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Reopening:
+    """After the commit: who serves the target from now on, and who is taken out of the routers."""
+
+    resume: tuple[str, ...]
+    close: tuple[str, ...]
+
+
+def routed(engine: Engine) -> bool:
+    """Some router lists the engine, as far as its gate knows."""
+    return engine.status is not None and any(engine.status.routed.values())
+
+
+def reopening(verdicts: Mapping[str, Verdict], engines: Mapping[str, Engine]) -> Reopening:
+    """Only whole members resume; members that are something else, and others that a router lists, are closed."""
+    resume = tuple(name for name, v in verdicts.items() if v is Verdict.WHOLE)
+    close = [name for name, v in verdicts.items() if v in (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)]
+    close += [name for name, e in engines.items() if name not in verdicts and routed(e) and not e.gone]
+    return Reopening(resume, tuple(close))
+
+
+@dataclass(frozen=True, slots=True)
 class AbortPlan:
     """The resume rule: who goes back to serving the committed weights, who stays closed."""
 

@@ -7,45 +7,49 @@ whoever gave none is unknown and stays closed.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import PeerError, Refused
 from rlfleet.control.rounds.ledger import FenceLost
+from rlfleet.plan.claims import Barrier, Step, barrier_step
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.executor import Executor
 
-#: Claims tried when gates show higher generations than the pipeline's status (a lost or restored status).
-CLAIM_TRIES = 5
-
 
 async def pass_barrier(run: Executor, *, takeover: bool) -> None:
-    """The takeover barrier: our generation at round, sender and every gate; then operations in flight end.
-
-    A gate or sender that refuses us names a generation that is not below ours. Either we are deposed (the pipeline's
-    fence is above ours), or the pipeline's status was lost (the fence is ours): then claim above what was shown.
-    """
-    for _ in range(CLAIM_TRIES):
-        if takeover:
+    """Carry out what ``plan.claims.barrier_step`` says until it says that decisions may be made."""
+    # A round that was leased before counts as taken over, even where the claim on it was lost with the status.
+    needs_round = takeover or bool(run.ledger.round_status.get("lease"))
+    at = Barrier(run.ledger.generation, needs_round)
+    while (step := barrier_step(at)) is not Step.DECIDE:
+        if step is Step.WRITE_ROUND:
             await run.phase(
                 str(run.ledger.round_status.get("phase") or "Pending"),
                 Reason.OPERATOR_RESTARTED,
                 "taken over: asking every engine what it holds",
             )
-        await run.fleet.read_pods()
-        above, sender_above = await asyncio.gather(run.fleet.fence(run.caller), _fence_sender(run))
-        above = max(above, sender_above)
-        if above < run.ledger.generation:
-            break
-        await run.ledger.read_pipeline()
-        active = run.ledger.status.get("activeOperation") or {}
-        if int(run.ledger.status.get("fence") or 0) != run.ledger.generation:
-            raise FenceLost(f"deposed: gates hold generation {above}")
-        await run.ledger.claim({k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=above)
-    else:
-        raise FenceLost("gates keep showing higher generations than the pipeline's status")
-    await _await_in_flight(run)
+            at = replace(at, written=True)
+        elif step is Step.FENCE:
+            await run.fleet.read_pods()
+            shown = max(await asyncio.gather(run.fleet.fence(run.caller), _fence_sender(run)))
+            at = replace(at, fenced=True, shown=shown)
+        elif step is Step.READ_PIPELINE:
+            await run.ledger.read_pipeline()
+            at = replace(at, fence=int(run.ledger.status.get("fence") or 0))
+        elif step is Step.CLAIM_ABOVE:
+            active = run.ledger.status.get("activeOperation") or {}
+            await run.ledger.claim(
+                {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=at.shown
+            )
+            at = Barrier(run.ledger.generation, needs_round, claims=at.claims + 1)
+        elif step is Step.WAIT:
+            await _await_in_flight(run)
+            at = replace(at, waited=True)
+        else:
+            raise FenceLost(f"deposed: generation {at.shown} is held, ours was {at.generation}")
 
 
 async def _fence_sender(run: Executor) -> int:

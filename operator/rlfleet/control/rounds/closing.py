@@ -16,8 +16,8 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
-from rlfleet.plan.rounds import Engine, unavailable_limit
-from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, unfenced
+from rlfleet.plan.rounds import unavailable_limit
+from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.transfer import Transfer
@@ -182,7 +182,8 @@ class Closing(Ending):
         started = self.ctx.clock.monotonic()
         deadline = started + REOPEN_SECONDS
         verdicts = transfer.verdicts()
-        whole = [n for n, v in verdicts.items() if v is Verdict.WHOLE]
+        doors = reopening(verdicts, self.fleet.engines)
+        whole = doors.resume
         resume = wire.ResumeOrder(version=transfer.target.version, manifest_digest=transfer.target.manifest_digest)
         resumed, _ = await asyncio.gather(
             # Anew, not joined: a resume that a predecessor asked for may have failed.
@@ -199,11 +200,9 @@ class Closing(Ending):
             and (status := self.fleet.engines[n].status) is not None
             and any(v is not True for v in status.routed.values())
         ]
-        others = [n for n, v in verdicts.items() if v in (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)]
-        others += [n for n, e in self.fleet.engines.items() if n not in verdicts and routed(e) and not e.gone]
         opened, shut = await asyncio.gather(
             self.fleet.run(self.run.caller, "Open", dict.fromkeys(closed, wire.OpenOrder()), deadline=deadline),
-            self.fleet.run(self.run.caller, "Close", dict.fromkeys(others, wire.CloseOrder()), deadline=deadline),
+            self.fleet.run(self.run.caller, "Close", dict.fromkeys(doors.close, wire.CloseOrder()), deadline=deadline),
         )
         bad |= {n: why(r) for n, r in opened.items() if not ok(r)}
         for name, result in shut.items():
@@ -239,8 +238,3 @@ class Closing(Ending):
             verdicts=verdicts,
             committed=True,
         )
-
-
-def routed(engine: Engine) -> bool:
-    """Some router lists the engine, as far as its gate knows."""
-    return engine.status is not None and any(engine.status.routed.values())

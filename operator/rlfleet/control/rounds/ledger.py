@@ -19,6 +19,7 @@ from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.claims import RoundWrite, claim_landed, is_deposed, next_fence, round_write
 from rlfleet.plan.rounds import TERMINAL, Committed, RoundRef
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ class Ledger:
         ``above``: the highest generation that any gate or sender showed. A conflict is re-read: if somebody else's
         operation appeared, the caller must decide anew (Conflict is raised); our own lost answer counts as success.
         """
-        fence = max(int(self.status.get("fence") or 0), above) + 1
-        fence = max(fence, self.ctx.kube.last_date_ms)
+        fence = next_fence(self._fence(), above, self.ctx.kube.last_date_ms)
         active = {**operation, "generation": fence, "holder": self.holder}
         try:
             self.pipeline = await self.kube.patch_status(
@@ -147,7 +147,7 @@ class Ledger:
             )
         except (Unknown, Unavailable):
             live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
-            if (live.get("status") or {}).get("activeOperation") != active:
+            if not claim_landed((live.get("status") or {}).get("activeOperation"), active):
                 raise
             self.pipeline = live
         self.generation = fence
@@ -155,10 +155,7 @@ class Ledger:
     async def write_pipeline(self, status: Obj) -> None:
         """Write pipeline status while the fence is still ours; FenceLost otherwise."""
         for attempt in range(WRITE_TRIES):
-            if int(self.status.get("fence") or 0) != self.generation:
-                raise FenceLost(
-                    f"{self.namespace}/{self.name}: fence is {self.status.get('fence')}, ours was {self.generation}"
-                )
+            self._stop_if_deposed()
             try:
                 self.pipeline = await self.kube.patch_status(
                     RLPIPELINES,
@@ -180,8 +177,14 @@ class Ledger:
     async def still_ours(self) -> None:
         """Read the pipeline live; FenceLost if somebody claimed it after us."""
         await self.read_pipeline()
-        if int(self.status.get("fence") or 0) != self.generation:
-            raise FenceLost(f"{self.namespace}/{self.name}: fence is {self.status.get('fence')}")
+        self._stop_if_deposed()
+
+    def _fence(self) -> int:
+        return int(self.status.get("fence") or 0)
+
+    def _stop_if_deposed(self) -> None:
+        if is_deposed(self._fence(), self.generation):
+            raise FenceLost(f"{self.namespace}/{self.name}: fence is {self._fence()}, ours was {self.generation}")
 
     async def read_pipeline(self) -> None:
         """Read the pipeline live; another UID under the name is another pipeline."""
@@ -210,10 +213,11 @@ class Ledger:
         # Without a claim nothing but the round as it was read says that nobody drives it.
         highest = self.generation or self._leased()
         for attempt in range(WRITE_TRIES):
-            theirs = self._leased()
-            if theirs > highest:
-                raise FenceLost(f"round {self.round['metadata']['name']} is leased under generation {theirs}")
-            if self.round_status.get("phase") in TERMINAL and status.get("phase") != self.round_status.get("phase"):
+            phase = str(self.round_status.get("phase") or "")
+            may = round_write(leased=self._leased(), mine=highest, phase=phase, wanted=status.get("phase"))
+            if may is RoundWrite.DEPOSED:
+                raise FenceLost(f"round {self.round['metadata']['name']} is leased under generation {self._leased()}")
+            if may is RoundWrite.SETTLED:
                 raise FenceLost(f"round {self.round['metadata']['name']} is settled already")
             try:
                 self.round = await self.kube.patch_status(
