@@ -9,13 +9,11 @@ import pytest
 from rlfleet.plan.claims import (
     CLAIM_TRIES,
     Barrier,
-    RoundWrite,
     Step,
     barrier_step,
     claim_landed,
     is_deposed,
     next_fence,
-    round_write,
 )
 
 
@@ -31,17 +29,6 @@ def test_any_other_fence_deposes() -> None:
     assert not is_deposed(5, 5)
     assert is_deposed(6, 5)
     assert is_deposed(0, 5)  # the status was lost: whoever claims next must not be overwritten
-
-
-def test_a_terminal_phase_is_final_and_its_replay_succeeds() -> None:
-    def judge(leased: int, phase: str, wanted: str | None) -> RoundWrite:
-        return round_write(leased=leased, mine=5, phase=phase, wanted=wanted)
-
-    assert judge(5, "Planned", "Staging") is RoundWrite.ALLOWED
-    assert judge(4, "Failed", "Failed") is RoundWrite.ALLOWED
-    assert judge(4, "Failed", "Succeeded") is RoundWrite.SETTLED
-    assert judge(4, "Failed", None) is RoundWrite.SETTLED
-    assert judge(6, "Planned", "Staging") is RoundWrite.DEPOSED
 
 
 def test_a_lost_answer_is_read_back_whole() -> None:

@@ -165,6 +165,13 @@ class Reason(_Documented):
     POISONED = "Poisoned", "a load began and its end is not proven, so the member stays closed"
     DROPPED = "Dropped", "the member was taken out of the round on purpose"
 
+    # rounds: refused tries to move one (SyncRound.status.attempts)
+    UNKNOWN_ROUND = "UnknownRound", "the round does not exist any more, or another one bears its name"
+    NOT_OPEN = "NotOpen", "the round has ended, so nobody can move it"
+    NOT_OWNER = "NotOwner", "another operator owns the round"
+    ALREADY_SETTLED = "AlreadySettled", "the round has ended with another outcome"
+    EXCLUDED = "Excluded", "another operation owns the pipeline"
+
     # engines and pods
     ALL_ENGINES_ACTIVE = "AllEnginesActive", "every engine is active"
     ENGINES_NOT_ACTIVE = "EnginesNotActive", "some engines are not active; counts say in which state they are"

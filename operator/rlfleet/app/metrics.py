@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from rlfleet import __version__
 from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.syncround import RefusalReason
 
 _PHASE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _CALL_BUCKETS = (0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -27,6 +28,14 @@ class OperatorMetrics:
         info = Gauge("rlfleet_build_info", "The operator's version.", ["version"], registry=r)
         info.labels(__version__).set(1)
         self._rounds = Counter("rlfleet_rounds", "Rounds that ended, by outcome.", ["outcome"], registry=r)
+        self._refusals = Counter(
+            "rlfleet_round_refusals",
+            "Refused tries to claim, advance or settle a round, by reason.",
+            ["reason"],
+            registry=r,
+        )
+        for reason in RefusalReason:
+            self._refusals.labels(reason.value)  # an alert on an increase needs the zero before it
         self._phases = Histogram(
             "rlfleet_round_phase_seconds",
             "Time of each phase of a round.",
@@ -64,6 +73,10 @@ class OperatorMetrics:
     def round_finished(self, outcome: str) -> None:
         """A round ended."""
         self._rounds.labels(outcome).inc()
+
+    def round_refused(self, reason: str) -> None:
+        """A try to move a round was refused."""
+        self._refusals.labels(reason).inc()
 
     def round_phase(self, phase: str, seconds: float) -> None:
         """A phase of a round took this long."""

@@ -52,6 +52,9 @@ class Metrics(Protocol):
     def round_finished(self, outcome: str) -> None:
         """A SyncRound reached a terminal phase (its ``phase`` or ``outcome`` word)."""
 
+    def round_refused(self, reason: str) -> None:
+        """A try to move a round was refused (plan.attempts)."""
+
     def round_phase(self, phase: str, seconds: float) -> None:
         """A phase of a round took this long."""
 
@@ -66,6 +69,9 @@ class NoMetrics:
     """Reports nowhere."""
 
     def round_finished(self, outcome: str) -> None:
+        """See Metrics."""
+
+    def round_refused(self, reason: str) -> None:
         """See Metrics."""
 
     def round_phase(self, phase: str, seconds: float) -> None:

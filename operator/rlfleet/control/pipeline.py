@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
+from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -127,7 +128,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
                 message=end.message,
                 committed=end.outcome == "Succeeded",
                 now_ms=ctx.now_ms(),
-            )
+            ),
+            op=AttemptOp.SETTLE,
+            what=end.outcome,
         )
         await ledger.set_finalizer(False)
         ctx.metrics.round_finished(end.outcome)

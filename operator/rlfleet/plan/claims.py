@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlfleet.plan.rounds import TERMINAL
-
 #: Claims tried when gates show higher generations than the pipeline's status (a lost or restored status).
 CLAIM_TRIES = 5
 
@@ -31,26 +29,6 @@ def next_fence(held: int, shown: int, date_ms: int) -> int:
 def is_deposed(fence: int, mine: int) -> bool:
     """The fence in RLPipeline.status is not the one that I claimed: somebody claimed after me."""
     return fence != mine
-
-
-class RoundWrite(StrEnum):
-    """Whether SyncRound.status may be written."""
-
-    ALLOWED = "Allowed"
-    DEPOSED = "Deposed"  # leased under a higher generation
-    SETTLED = "Settled"  # terminal already, and the write would end it otherwise
-
-
-def round_write(*, leased: int, mine: int, phase: str, wanted: str | None) -> RoundWrite:
-    """Judge one write: ``leased`` is the generation in the round's lease, ``wanted`` the phase to be written.
-
-    A terminal phase is final; writing the same one again is the replay of a settle, which succeeds.
-    """
-    if leased > mine:
-        return RoundWrite.DEPOSED
-    if phase in TERMINAL and wanted != phase:
-        return RoundWrite.SETTLED
-    return RoundWrite.ALLOWED
 
 
 def claim_landed(live: Any, wanted: Any) -> bool:

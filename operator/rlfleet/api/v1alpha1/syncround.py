@@ -246,15 +246,58 @@ class RoundFailure(Status):
     message: Message = Field(description="Why, for people, and what to do.")
 
 
-class RoundAttempt(Status):
-    """One request to move the round."""
+MAX_ATTEMPTS = 20
 
-    request_id: Annotated[str, Field(max_length=128)] = Field(description="Id of the request.")
-    op: Annotated[str, Field(max_length=64)] = Field(description="What was asked: Claim or Settle.")
-    result: Literal["Applied", "Rejected", "Duplicate"] = Field(description="What came of it.")
-    generation: Generation = Field(description="Generation under which it was asked.")
-    reason: ReasonText | None = Field(default=None, description="Why it was refused; absent otherwise.")
-    at: Time = Field(description="When.")
+
+class AttemptOp(StrEnum):
+    """How somebody tries to move a round."""
+
+    CLAIM = "Claim"
+    HANDOFF = "Handoff"
+    ADVANCE = "Advance"
+    SETTLE = "Settle"
+
+
+class AttemptResult(StrEnum):
+    """What came of a try."""
+
+    APPLIED = "Applied"
+    REJECTED = "Rejected"
+    DUPLICATE = "Duplicate"
+
+
+class RefusalReason(StrEnum):
+    """Why a try was refused, in the order in which the reasons are checked."""
+
+    UNKNOWN_ROUND = "UnknownRound"
+    NOT_OPEN = "NotOpen"
+    NOT_OWNER = "NotOwner"
+    STALE_FENCE = "StaleFence"
+    ALREADY_SETTLED = "AlreadySettled"
+    EXCLUDED = "Excluded"
+
+
+class RoundAttempt(Status):
+    """One try to move the round, by whoever made it."""
+
+    request_id: Annotated[str, Field(max_length=128)] = Field(
+        description="Id of the try: the same one of the same owner has the same id."
+    )
+    op: AttemptOp = Field(
+        description="Claim: take the free slot for it. Handoff: take it over from an earlier owner. Advance: write a "
+        "phase or the commit. Settle: end it."
+    )
+    result: AttemptResult = Field(
+        description="Applied; Duplicate: it had been applied before, which is a success; Rejected: nothing was done."
+    )
+    generation: Generation = Field(description="Generation under which it was tried.")
+    reason: RefusalReason | None = Field(
+        default=None,
+        description="Why it was refused; absent otherwise. NotOpen: the round has ended. NotOwner: another operator "
+        "owns it. StaleFence: under a later generation. AlreadySettled: with another outcome. Excluded: another "
+        "operation owns the pipeline.",
+    )
+    at: Time = Field(description="When, by the apiserver's clock.")
 
 
 class SyncRoundStatus(Status):
@@ -292,7 +335,10 @@ class SyncRoundStatus(Status):
     )
     failure: RoundFailure | None = Field(default=None, description="Why the round ended without success.")
     attempts: tuple[RoundAttempt, ...] = Field(
-        default=(), max_length=20, description="Latest requests to move the round.", json_schema_extra=ATOMIC
+        default=(),
+        max_length=MAX_ATTEMPTS,
+        description="The latest tries to claim, hand over, advance or settle the round, refused ones too.",
+        json_schema_extra=ATOMIC,
     )
     started_at: Time | None = Field(default=None, description="When the round was first claimed.")
     staging_at: Time | None = Field(

@@ -49,6 +49,7 @@ async def pass_barrier(run: Executor, *, takeover: bool) -> None:
             await _await_in_flight(run)
             at = replace(at, waited=True)
         else:
+            await run.ledger.still_ours()  # says who owns the round, and records that we were refused
             raise FenceLost(f"deposed: generation {at.shown} is held, ours was {at.generation}")
 
 

@@ -150,7 +150,8 @@ class Closing(Ending):
                     "engineDigests": [{"layout": k, "digest": v} for k, v in sorted(digests.items())],
                 },
                 "activeOperation": {**active, "committed": True},
-            }
+            },
+            what="commit",
         )
 
     async def commit_without_members(self, transfer: Transfer) -> None:

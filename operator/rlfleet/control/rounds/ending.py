@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.timestamps import epoch_ms
+from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import ok
 from rlfleet.control.rounds.ledger import RoundGone
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 REOPEN_SECONDS = 60.0
 #: Seconds for an engine to pause that is found open before a commit, or to leave the routers when a round aborts.
 SHUT_SECONDS = 10.0
-MAX_ATTEMPTS = 20
 
 
 class Ending:
@@ -136,11 +136,10 @@ class Ending:
         )
         status["lease"] = self.ledger.lease()
         status["timings"] = self.run.timings
-        status["attempts"] = self._attempts("Settle")
         if verdicts is not None:
             status["members"] = member_results(transfer, verdicts)
         try:
-            await self.ledger.write_round(status)
+            await self.ledger.write_round(status, op=AttemptOp.SETTLE, what=outcome)
         except RoundGone:
             log.warning("round vanished before it was settled", extra={"round": self.run.round_uid})
         log.log(
@@ -161,18 +160,11 @@ class Ending:
         self.ctx.metrics.round_finished(outcome)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
 
-    def _attempts(self, op: str) -> list[dict[str, Any]]:
-        rows = list(self.ledger.round_status.get("attempts") or [])
-        rows.append(
-            {
-                "requestId": f"{op.lower()}-{self.ledger.generation}",
-                "op": op,
-                "result": "Applied",
-                "generation": self.ledger.generation,
-                "at": rfc3339(self.ctx.now_ms()),
-            }
-        )
-        return rows[-MAX_ATTEMPTS:]
+    async def settled_before(self) -> None:
+        """A predecessor settled the round and died before it freed the slot: say so, and free it."""
+        phase = str(self.ledger.round_status["phase"])
+        await self.ledger.write_round({"phase": phase}, op=AttemptOp.SETTLE, what=phase)
+        await self.free()
 
     async def release(self) -> None:
         """End the hold at the sender."""
@@ -195,6 +187,7 @@ class Ending:
                 "activeOperation": None,
                 "lastRound": self.ledger.round["metadata"]["name"],
                 **self.run.pipeline_status(trouble=trouble),
-            }
+            },
+            what="free",
         )
         await self.ledger.set_finalizer(False)

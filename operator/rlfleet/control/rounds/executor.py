@@ -116,7 +116,8 @@ class Executor:
                 "conditions": conditions,
                 "timings": self.timings,
                 **extra,
-            }
+            },
+            what=phase if phase != self.ledger.round_status.get("phase") else "",
         )
         log.info(
             "%s: %s",
@@ -158,7 +159,7 @@ class Executor:
         closing = Closing(self)
         if self.ledger.round_status.get("phase") in TERMINAL:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
-            await closing.free()
+            await closing.settled_before()
             return
         await pass_barrier(self, takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)

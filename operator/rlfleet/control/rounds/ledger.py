@@ -12,14 +12,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlfleet.api import labels
 from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.control.rounds.refusals import record_refusal
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import RLPIPELINES, SYNCROUNDS
-from rlfleet.plan.claims import RoundWrite, claim_landed, is_deposed, next_fence, round_write
+from rlfleet.plan.attempts import (
+    Applied,
+    Duplicate,
+    Presented,
+    Rejected,
+    RoundRecord,
+    append,
+    applied,
+    decide,
+    request_id,
+    row,
+)
+from rlfleet.plan.claims import claim_landed, is_deposed, next_fence
 from rlfleet.plan.rounds import TERMINAL, Committed, RoundRef
 
 if TYPE_CHECKING:
@@ -88,6 +102,8 @@ class Ledger:
         self.round: Obj | None = None
         self.holder = holder
         self.generation = 0
+        #: Tries that are applied and ride on the next write of the round.
+        self._unsaid: list[Obj] = []
 
     # ------------------------------------------------------------------------------------------ facts
 
@@ -136,6 +152,9 @@ class Ledger:
         """
         fence = next_fence(self._fence(), above, self.ctx.kube.last_date_ms)
         active = {**operation, "generation": fence, "holder": self.holder}
+        before = self.status.get("activeOperation") or {}
+        again = before.get("uid") == active["uid"] or bool(self.round_status.get("lease"))
+        asked = self._presented(AttemptOp.HANDOFF if again else AttemptOp.CLAIM, "slot", generation=fence)
         try:
             self.pipeline = await self.kube.patch_status(
                 RLPIPELINES,
@@ -150,12 +169,23 @@ class Ledger:
             if not claim_landed((live.get("status") or {}).get("activeOperation"), active):
                 raise
             self.pipeline = live
+        except Conflict:
+            await self._claim_lost(asked)
+            raise
         self.generation = fence
+        self._unsaid = [row(asked, Applied(), rfc3339(self.ctx.now_ms()))]
 
-    async def write_pipeline(self, status: Obj) -> None:
-        """Write pipeline status while the fence is still ours; FenceLost otherwise."""
+    async def _claim_lost(self, asked: Presented) -> None:
+        """Somebody wrote the pipeline first: a claim of theirs refuses ours, anything else only makes us look again."""
+        await self.read_pipeline()
+        decision = decide(self._slot(), asked)
+        if isinstance(decision, Rejected):
+            await self._refused(asked, decision, f"{self.name} is claimed under {self.status.get('fence')}")
+
+    async def write_pipeline(self, status: Obj, *, what: str = "status") -> None:
+        """Write pipeline status while the fence is still ours; FenceLost otherwise. ``what``: names it in refusals."""
         for attempt in range(WRITE_TRIES):
-            self._stop_if_deposed()
+            await self._stop_if_deposed(what)
             try:
                 self.pipeline = await self.kube.patch_status(
                     RLPIPELINES,
@@ -177,14 +207,20 @@ class Ledger:
     async def still_ours(self) -> None:
         """Read the pipeline live; FenceLost if somebody claimed it after us."""
         await self.read_pipeline()
-        self._stop_if_deposed()
+        await self._stop_if_deposed("look")
 
     def _fence(self) -> int:
         return int(self.status.get("fence") or 0)
 
-    def _stop_if_deposed(self) -> None:
-        if is_deposed(self._fence(), self.generation):
-            raise FenceLost(f"{self.namespace}/{self.name}: fence is {self._fence()}, ours was {self.generation}")
+    async def _stop_if_deposed(self, what: str) -> None:
+        if not is_deposed(self._fence(), self.generation):
+            return
+        why = f"{self.namespace}/{self.name}: fence is {self._fence()}, ours was {self.generation}"
+        asked = self._presented(AttemptOp.ADVANCE, what)
+        decision = decide(self._slot(), asked)
+        if isinstance(decision, Rejected):
+            await self._refused(asked, decision, why)
+        raise FenceLost(why)
 
     async def read_pipeline(self) -> None:
         """Read the pipeline live; another UID under the name is another pipeline."""
@@ -207,35 +243,98 @@ class Ledger:
             raise RoundGone(meta["name"])
         self.round = live
 
-    async def write_round(self, status: Obj) -> None:
-        """Write round status under its resourceVersion. A writer with a higher generation ends us (FenceLost)."""
+    async def write_round(self, status: Obj, *, op: AttemptOp = AttemptOp.ADVANCE, what: str = "") -> None:
+        """Write round status under its resourceVersion, if plan.attempts.decide lets us; FenceLost otherwise.
+
+        ``what`` names the try (a phase, an outcome) and has it recorded; without it nothing but status is written.
+        The same try once more is a success without a write.
+        """
         assert self.round is not None
         # Without a claim nothing but the round as it was read says that nobody drives it.
-        highest = self.generation or self._leased()
+        lease = self.round_status.get("lease") or {}
+        mine = None if self.generation else (int(lease.get("generation") or 0), str(lease.get("holder") or ""))
+        outcome = str(status.get("phase") or "")
+        asked = self._presented(op, what or "status", outcome=outcome, unclaimed=mine)
         for attempt in range(WRITE_TRIES):
-            phase = str(self.round_status.get("phase") or "")
-            may = round_write(leased=self._leased(), mine=highest, phase=phase, wanted=status.get("phase"))
-            if may is RoundWrite.DEPOSED:
-                raise FenceLost(f"round {self.round['metadata']['name']} is leased under generation {self._leased()}")
-            if may is RoundWrite.SETTLED:
-                raise FenceLost(f"round {self.round['metadata']['name']} is settled already")
+            decision = decide(self._record(), asked)
+            if isinstance(decision, Rejected):
+                why = f"round {self.round['metadata']['name']} is {self._record().phase or 'unclaimed'}"
+                why += f", leased under generation {self._leased()}; ours was {asked.generation}"
+                await self._refused(asked, decision, why)
+                raise FenceLost(why)
+            if isinstance(decision, Duplicate) and attempt:
+                self._unsaid = []
+                return  # the answer was lost, the write was not
+            rows = [*self._unsaid, *([row(asked, decision, rfc3339(self.ctx.now_ms()))] if what else [])]
+            body = {**status, "attempts": append(self.round_status.get("attempts") or [], rows)} if rows else status
             try:
                 self.round = await self.kube.patch_status(
                     SYNCROUNDS,
                     self.namespace,
                     self.round["metadata"]["name"],
                     resource_version=self.round["metadata"]["resourceVersion"],
-                    status=status,
+                    status=body,
                     timeout=API_SECONDS,
                 )
+                self._unsaid = []
                 return
             except NotFound as e:
-                raise RoundGone(self.round["metadata"]["name"]) from e
+                await self._round_gone(asked, e)
             except (Conflict, Unknown, Unavailable):
                 if attempt == WRITE_TRIES - 1:
                     raise
                 await asyncio.sleep(0.05 * 2**attempt)
-                await self.read_round()
+                try:
+                    await self.read_round()
+                except RoundGone as e:
+                    await self._round_gone(asked, e)
+
+    async def _round_gone(self, asked: Presented, cause: Exception) -> NoReturn:
+        assert self.round is not None
+        name = self.round["metadata"]["name"]
+        decision = decide(RoundRecord(exists=False), asked)
+        assert isinstance(decision, Rejected)
+        await record_refusal(self.ctx, self.kube, self.pipeline, asked, decision, f"round {name} is gone")
+        raise RoundGone(name) from cause
+
+    async def _refused(self, asked: Presented, decision: Rejected, why: str) -> None:
+        if self.round is not None:
+            await record_refusal(self.ctx, self.kube, self.round, asked, decision, why)
+
+    def _presented(
+        self,
+        op: AttemptOp,
+        what: str,
+        *,
+        generation: int = 0,
+        outcome: str = "",
+        unclaimed: tuple[int, str] | None = None,
+    ) -> Presented:
+        """A try of ours. ``unclaimed``: generation and holder of a round that nobody drives, as it was read."""
+        generation, holder = unclaimed or (generation or self.generation, self.holder)
+        uid = str((self.round or {}).get("metadata", {}).get("uid") or "")
+        return Presented(op, request_id(op, generation, what), uid, holder, generation, outcome)
+
+    def _record(self) -> RoundRecord:
+        """The round as last read."""
+        status = self.round_status
+        lease = status.get("lease") or {}
+        return RoundRecord(
+            phase=str(status.get("phase") or ""),
+            holder=str(lease.get("holder") or ""),
+            generation=int(lease.get("generation") or 0),
+            applied=applied(status.get("attempts") or []),
+        )
+
+    def _slot(self) -> RoundRecord:
+        """The pipeline's slot as last read; the fence is its generation."""
+        active = self.status.get("activeOperation") or {}
+        return RoundRecord(
+            phase=str(self.round_status.get("phase") or ""),
+            holder=str(active.get("holder") or ""),
+            generation=self._fence(),
+            slot=str(active.get("uid") or ""),
+        )
 
     def _leased(self) -> int:
         return int((self.round_status.get("lease") or {}).get("generation") or 0)
