@@ -80,6 +80,9 @@ class Operator:
             "RLFLEET_KUBECONFIG": str(self.cluster.operator_kubeconfig),
             "RLFLEET_HEALTH_BIND": f"127.0.0.1:{self.port}",
             "RLFLEET_POLL_SECONDS": "1",
+            # These tests kill operators and start them again, one at a time or two at once on purpose; with an election
+            # each start would wait for the dead one's Lease. Tests of leadership turn it on.
+            "RLFLEET_LEADER_ELECT": "false",
             **self.env,
         }
         with self.log.open("ab") as out:

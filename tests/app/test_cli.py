@@ -14,6 +14,7 @@ import pytest
 from rlfleet import __version__
 from rlfleet.app import settings
 from rlfleet.app.cli import main
+from rlfleet.plan.leader import Timing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,11 +31,33 @@ def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
     assert loaded("--poll-seconds", "2", RLFLEET_POLL_SECONDS="3").poll_seconds == 2
     assert loaded("--concurrency", "7").concurrency == 7
     control = loaded("--namespace", "ops", "--identity", "me").control()
-    assert (control.namespace, control.identity) == ("ops", "me")
+    assert control.namespace == "ops"
+    assert control.identity.startswith("me_")
 
 
 def test_two_processes_on_one_host_have_different_names() -> None:
     assert loaded().control().identity != loaded().control().identity
+
+
+def test_a_process_is_named_by_its_pod_and_fits_into_status() -> None:
+    env = {"RLFLEET_POD_NAME": "p" * 253, "RLFLEET_POD_UID": "8d1f0d6e-30ad-4a3f-8d0e-8a4f7f1f6b3c"}
+    identity = loaded().control(env).identity
+    assert identity.startswith("ppp")
+    assert env["RLFLEET_POD_UID"] in identity
+    assert len(identity) <= 128
+    assert loaded().control(env).identity != identity
+
+
+def test_switches_and_lists() -> None:
+    assert loaded().leader_elect
+    assert loaded("--leader-elect").leader_elect
+    assert not loaded("--leader-elect=false").leader_elect
+    assert not loaded(RLFLEET_LEADER_ELECT="False").leader_elect
+    assert loaded().watch_namespaces == ()
+    assert loaded("--watch-namespaces", "a,b", "--watch-namespaces=c, a").watch_namespaces == ("a", "b", "c")
+    assert loaded(RLFLEET_WATCH_NAMESPACES="a,b").watch_namespaces == ("a", "b")
+    assert loaded("--watch-namespaces=c", RLFLEET_WATCH_NAMESPACES="a,b").watch_namespaces == ("c",)
+    assert loaded("--lease-seconds=5", "--lease-renew-seconds=3", "--lease-retry-seconds=0.5").timing() == Timing(5, 3, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +68,12 @@ def test_two_processes_on_one_host_have_different_names() -> None:
         (("--log-format", "xml"), "must be json or text"),
         (("--log-level", "LOUD"), "must be DEBUG"),
         (("--health-bind", "nowhere"), "must be address:port"),
+        (("--leader-elect", "maybe"), "'maybe' is no bool"),
+        (("--lease-renew-seconds", "15"), r"must be below --lease-renew-seconds .* and that below --lease-seconds"),
+        (("--lease-retry-seconds", "10"), r"--lease-retry-seconds \(RLFLEET_LEASE_RETRY_SECONDS\) must be below"),
+        (("--lease-seconds", "3601"), "must be at most 3600"),
+        (("--lease-name", ""), "must not be empty"),
+        (("--watch-namespaces", "a,B_c"), "'B_c' is no namespace's name"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_name(

@@ -14,6 +14,7 @@ from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.control.routers import RouterClients, base_url, resolve
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import Credentials
+from rlfleet.kube.guard import Guard
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
 from rlfleet.router import make_router
@@ -114,7 +115,7 @@ async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: 
     host = address()
     silent = RouterEndpoint(name="silent", type=RouterType.SGLANG_ROUTER, url=f"http://{host}:{free_port(host)}")
     real = RouterEndpoint(name="real", type=RouterType.SGLANG_ROUTER, url=router.url)
-    clients = RouterClients(timeout=5)
+    clients = RouterClients(timeout=5, guard=Guard.unelected())
     try:
         found = await clients.remove([real, silent], engine)
         assert found[real.url] is None

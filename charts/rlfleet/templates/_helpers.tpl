@@ -8,3 +8,28 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
+
+{{/* What the operator may do in the namespaces that it serves. */}}
+{{- define "rlfleet.rules" -}}
+# Engine pods are created, and deleted with a UID precondition. Their status is the kubelet's: never written.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [rlfleet.dev]
+  resources: [rlpipelines, enginepools, syncrounds]
+  verbs: [get, list, watch, patch, update]
+# Old rounds are removed by the history limit. Rounds are created by trainers.
+- apiGroups: [rlfleet.dev]
+  resources: [syncrounds]
+  verbs: [delete]
+- apiGroups: [rlfleet.dev]
+  resources: [rlpipelines/status, enginepools/status, syncrounds/status]
+  verbs: [patch, update]
+# Owner references with blockOwnerDeletion need this on the owner.
+- apiGroups: [rlfleet.dev]
+  resources: [rlpipelines/finalizers, enginepools/finalizers, syncrounds/finalizers]
+  verbs: [update]
+- apiGroups: ["", events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}

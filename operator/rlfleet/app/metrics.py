@@ -20,7 +20,7 @@ _STATES = tuple(s.value.lower() for s in EngineState)
 
 
 class OperatorMetrics:
-    """Implements control.context.Metrics, kube.client.ApiObserver and control.queue.QueueObserver."""
+    """Implements what the parts report to: reconcilers, apiserver client, guard, elector, queue."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -62,6 +62,17 @@ class OperatorMetrics:
             "rlfleet_api_throttle_seconds", "Time that calls waited for the operator's own rate limit.", registry=r
         )
         self._writes = Counter("rlfleet_writes", "Writes to the apiserver by reconcilers.", ["resource"], registry=r)
+        self._leader = Gauge("rlfleet_leader", "1 while this process leads, 0 while it stands by.", registry=r)
+        self._transitions = Gauge(
+            "rlfleet_lease_transitions", "Holders that the Lease has had, as last seen.", registry=r
+        )
+        self._renewals = Counter("rlfleet_lease_renewal_failures", "Renewals of the Lease that failed.", registry=r)
+        self._refused = Counter(
+            "rlfleet_mutations_refused",
+            "Mutations not sent because this process does not lead.",
+            ["target"],
+            registry=r,
+        )
         self._resets = Counter("rlfleet_view_resets", "Broken watches, by error.", ["resource", "reason"], registry=r)
 
     def render(self) -> bytes:
@@ -112,6 +123,21 @@ class OperatorMetrics:
     def view_reset(self, resource: str, reason: str) -> None:
         """A watch broke."""
         self._resets.labels(resource, reason).inc()
+
+    # kube.leader.LeaderObserver and kube.guard.GuardObserver
+
+    def leading(self, leads: bool, transitions: int) -> None:
+        """We lead, or stand by."""
+        self._leader.set(leads)
+        self._transitions.set(max(0, transitions))
+
+    def renewal_failed(self) -> None:
+        """A renewal failed."""
+        self._renewals.inc()
+
+    def mutation_refused(self, target: str) -> None:
+        """The guard refused a mutation of ``target``: apiserver, peer or router."""
+        self._refused.labels(target).inc()
 
     # control.queue.QueueObserver
 

@@ -2,6 +2,10 @@
 
 Invariants:
 - kopf delivers events of our kinds and runs start-up and clean-up; it stores nothing on objects and handles nothing;
+- nothing is reconciled and nothing is written before this process leads (kube.leader); until then it only keeps its
+  views warm, so that a takeover starts at once;
+- at the end of a term mutations stop first, then the process ends; at SIGTERM the Lease is released when no mutation
+  can follow any more;
 - if a part that everything rests on ends (the view of pods, the queue), the process ends and is restarted, rather
   than going on half alive.
 """
@@ -9,7 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 from collections.abc import Coroutine
 from typing import Any
 
@@ -27,21 +33,39 @@ from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
 from rlfleet.control.queue import Result, WorkQueue
 from rlfleet.kube.client import KubeClient
-from rlfleet.kube.config import credential_source
+from rlfleet.kube.config import CredentialSource, credential_source
+from rlfleet.kube.errors import ApiError
 from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.guard import Guard
+from rlfleet.kube.leader import Elector
 from rlfleet.kube.limiter import RateLimiter
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two looks for the signing key while it does not exist yet.
+KEY_SECONDS = 2.0
+#: Seconds for queued Events, and then for mutations under way to be answered, before the Lease is released.
+FLUSH_SECONDS = 0.5
+QUIET_SECONDS = 1.0
+
 
 class Operator:
-    """One operator process. ``run()`` returns the exit code after SIGTERM or SIGINT."""
+    """One operator process. ``run()`` returns the exit code: 0 after SIGTERM or SIGINT, 1 after anything else."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._control = settings.control()
         self._metrics = OperatorMetrics()
+        if settings.leader_elect:
+            self._guard = Guard(margin=settings.timing().margin, observer=self._metrics)
+        else:
+            self._guard = Guard.unelected()
+        self._elector: Elector | None = None
+        self._clients: list[KubeClient] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._lost = False
         self._stamp = LoopStamp()
         self._stop = asyncio.Event()
         self._exit_code = 0
@@ -71,19 +95,39 @@ class Operator:
             return 1
         log.info("serving probes and metrics on port %d", self._health.port)
         self._spawn(self._stamp.run(), "loop stamp")
+        ready = asyncio.Event()
+        signals = asyncio.get_running_loop().create_task(self._take_signals(ready), name="signals")
         try:
             await kopf.operator(
                 registry=self._registry(),
                 settings=self._kopf_settings(),
                 standalone=True,
-                clusterwide=not self._settings.watch_namespace,
-                namespaces=[self._settings.watch_namespace] if self._settings.watch_namespace else [],
+                clusterwide=not self._settings.watch_namespaces,
+                namespaces=self._settings.watch_namespaces,
                 stop_flag=self._stop,
+                ready_flag=ready,
             )
         finally:
-            await self._shut_down()
+            signals.cancel()
+            await asyncio.gather(signals, return_exceptions=True)
+            await self._end("kopf ended")
             self._health.stop()
         return self._exit_code
+
+    async def _take_signals(self, ready: asyncio.Event) -> None:
+        """Replace kopf's own handlers: it would end its streams first, and the Lease would wait for them."""
+        await ready.wait()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number.name)
+
+    def _end(self, why: str) -> asyncio.Future[None]:
+        """Begin to shut down, once; what is returned ends when that is done."""
+        if self._ending is None:
+            log.info("stopping: %s", why)
+            self._ending = asyncio.get_running_loop().create_task(self._shut_down(), name="stop")
+            self._ending.add_done_callback(lambda _: self._stop.set())
+        return asyncio.shield(self._ending)
 
     # ------------------------------------------------------------------------------------------ kopf
 
@@ -96,6 +140,8 @@ class Operator:
         s.networking.request_timeout = 30
         s.networking.error_backoffs = (0.5, 1, 2, 3)
         s.queueing.exit_timeout = 2.0
+        # In namespaced mode nothing but the named namespaces is looked at: a Role in each of them is enough.
+        s.scanning.disabled = bool(self._settings.watch_namespaces)
         return s
 
     def _registry(self) -> kopf.OperatorRegistry:
@@ -115,7 +161,7 @@ class Operator:
 
         @kopf.on.cleanup(registry=registry)
         async def cleanup(**_: Any) -> None:
-            await self._shut_down()
+            await self._end("kopf ends")
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "enginepools", registry=registry)
         async def pool(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
@@ -134,58 +180,115 @@ class Operator:
     # ------------------------------------------------------------------------------------------ our parts
 
     async def _start_up(self) -> None:
-        s, control = self._settings, self._settings.control()
-        kube = await KubeClient(
-            credential_source(s.kubeconfig or None),
-            limiter=RateLimiter(s.api_qps, s.api_burst, on_wait=self._metrics.throttled),
-            observer=self._metrics,
-            user_agent="rlfleet-operator",
-        ).open()
-        keys = await SigningKeys.load(kube, s.namespace, timeout=s.api_timeout)
-        self._keys_loaded = True
-        pods = Reflector(
+        """What a standby runs too: views, streams, the look for the key, and the election."""
+        s = self._settings
+        source = credential_source(s.kubeconfig or None)
+        kube = await self._client(source, RateLimiter(s.api_qps, s.api_burst, on_wait=self._metrics.throttled))
+        self._pods = Reflector(
             kube,
             PODS,
-            namespace=s.watch_namespace or None,
+            namespaces=s.watch_namespaces,
             on_change=self._triggers.pod,
             index_labels=(labels.POOL, labels.PIPELINE),
             on_reset=lambda reason: self._metrics.view_reset(PODS.plural, reason),
         )
-        events = EventRecorder(kube, instance=control.identity)
+        self._spawn(self._pods.run(), "view of pods")
+        if s.leader_elect:
+            # Its own client, without guard and shared limit: a renewal waits for nobody.
+            self._elector = Elector(
+                await self._client(source, None, guarded=False),
+                self._guard,
+                namespace=s.namespace,
+                name=s.lease_name,
+                identity=self._control.identity,
+                timing=s.timing(),
+                observer=self._metrics,
+            )
+            self._spawn(self._elector.run(), "leader election")
+        self._spawn(self._work(kube, self._pods, self._elector), "queue")
+        log.info("started as %s", self._control.identity)
+
+    async def _client(
+        self, source: CredentialSource, limiter: RateLimiter | None, *, guarded: bool = True
+    ) -> KubeClient:
+        client = KubeClient(
+            source,
+            limiter=limiter,
+            observer=self._metrics,
+            user_agent="rlfleet-operator",
+            guard=self._guard if guarded else None,
+        )
+        self._clients.append(await client.open())
+        return client
+
+    async def _work(self, kube: KubeClient, pods: Reflector, elector: Elector | None) -> None:
+        """Wait until we lead, then reconcile until cancelled or drained."""
+        if elector is None:
+            self._metrics.leading(True, 0)
+        else:
+            await self._look_for_key(kube, elector)
+            await elector.acquired.wait()
+        keys = await SigningKeys.load(kube, self._settings.namespace, timeout=self._settings.api_timeout)
+        self._keys_loaded = True
+        events = EventRecorder(kube, instance=self._control.identity)
         self._context = Context(
             kube=kube,
             pods=pods,
-            peers=Peers(keys),
+            peers=Peers(keys, self._guard),
             keys=keys,
             events=events,
             enqueue=self._queue.enqueue,
-            settings=control,
+            guard=self._guard,
+            settings=self._control,
             clock=SystemClock(),
             metrics=self._metrics,
         )
-        self._pods = pods
         self._pools = PoolReconciler(self._context)
-        self._spawn(pods.run(), "view of pods")
         self._spawn(events.run(), "event recorder")
-        self._spawn(self._queue.run(), "queue")
-        log.info("started as %s", control.identity)
+        await self._queue.run()
+
+    async def _look_for_key(self, kube: KubeClient, elector: Elector) -> None:
+        """A standby is ready when it can read the key that it would need; the leader makes it at the first start."""
+        while not elector.acquired.is_set():
+            try:
+                self._keys_loaded = bool(await SigningKeys.find(kube, self._settings.namespace))
+            except ApiError as e:
+                log.warning("signing key: %s", e)
+            if self._keys_loaded:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KEY_SECONDS):
+                    await elector.acquired.wait()
 
     async def _shut_down(self) -> None:
-        """End what runs, in order: reconciles, then events, then connections. Does nothing the second time."""
-        ctx, self._context = self._context, None
+        """End what runs, in order: reconciles, Events, the right to mutate, the Lease, connections.
+
+        After a lost term nothing is waited for: others may act already.
+        """
         # Taken first: the queue ends while it drains, and an end that was asked for is no failure.
         tasks, self._tasks = self._tasks, []
-        if ctx is not None and not await self._queue.drain(self._settings.drain_seconds):
-            log.warning("reconciles were still running after %g s and were cancelled", self._settings.drain_seconds)
+        ctx = self._context
+        if ctx is not None and not self._lost:
+            drain = self._settings.drain_seconds
+            if not await self._queue.settle(drain):
+                log.warning("what was still running after %g s is left to the next leader as it is", drain)
+            await ctx.events.flush(FLUSH_SECONDS)
+        self._guard.revoke("this process is stopping")
+        if not self._lost and not await self._guard.quiet(QUIET_SECONDS):
+            # Whatever they still do is refused where the next leader has raised the fence.
+            log.warning("mutations without an answer after %g s; going on", QUIET_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._elector is not None and not self._lost:
+            await self._elector.release()
         if ctx is not None:
-            await ctx.events.flush(2.0)
             if self._pools is not None:
                 await self._pools.close()
             await ctx.peers.close()
-            await ctx.kube.close()
+        clients, self._clients = self._clients, []
+        for client in clients:
+            await client.close()
 
     async def _reconcile(self, key: QueueKey) -> Result:
         ctx, pools = self._context, self._pools
@@ -205,7 +308,8 @@ class Operator:
             return
         log.critical("%s ended, stopping", task.get_name(), exc_info=task.exception())
         self._exit_code = 1
-        self._stop.set()
+        self._lost = task.get_name() == "leader election"
+        self._end(f"{task.get_name()} ended")
 
     def _not_ready(self) -> str:
         if not self._keys_loaded:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -14,6 +15,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rlfleet.control.context import ControlSettings
+from rlfleet.plan.leader import MAX_LEASE_SECONDS, Timing
+
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 class SettingsError(Exception):
@@ -28,10 +33,31 @@ def _setting(default: Any, env: str, help: str, *, minimum: float | None = None)
 class Settings:
     """Settings of ``rlfleet operator``. The flag of each is its name with dashes."""
 
-    namespace: str = _setting("rlfleet-system", "RLFLEET_NAMESPACE", "the operator's own namespace (signing key)")
-    watch_namespace: str = _setting("", "RLFLEET_WATCH_NAMESPACE", "the only namespace to serve; empty: all of them")
+    namespace: str = _setting(
+        "rlfleet-system", "RLFLEET_NAMESPACE", "the operator's own namespace (signing key, Lease)"
+    )
+    watch_namespaces: tuple[str, ...] = _setting(
+        (), "RLFLEET_WATCH_NAMESPACES", "namespaces to serve, by comma or repeated; none: all (needs a ClusterRole)"
+    )
     kubeconfig: str = _setting("", "RLFLEET_KUBECONFIG", "kubeconfig file; empty: service account, then KUBECONFIG")
-    identity: str = _setting("", "RLFLEET_IDENTITY", "name of this process in status; empty: host name and a suffix")
+    identity: str = _setting(
+        "", "RLFLEET_IDENTITY", "name of this process, a nonce is added; empty: pod name and UID, else the host name"
+    )
+    leader_elect: bool = _setting(
+        True, "RLFLEET_LEADER_ELECT", "act only while holding the Lease; false: for one operator in development"
+    )
+    lease_name: str = _setting(
+        "rlfleet-operator", "RLFLEET_LEASE_NAME", "the Lease in --namespace; one for each set of watched namespaces"
+    )
+    lease_seconds: int = _setting(
+        15, "RLFLEET_LEASE_SECONDS", "seconds that standbys wait for a silent leader, at most 3600", minimum=1
+    )
+    lease_renew_seconds: float = _setting(
+        10.0, "RLFLEET_LEASE_RENEW_SECONDS", "seconds without a renewal after which the leader ends", minimum=0.2
+    )
+    lease_retry_seconds: float = _setting(
+        2.0, "RLFLEET_LEASE_RETRY_SECONDS", "seconds between two renewals", minimum=0.05
+    )
     health_bind: str = _setting(
         "127.0.0.1:9460", "RLFLEET_HEALTH_BIND", "address:port of /healthz, /readyz and /metrics; port 0: any free one"
     )
@@ -48,7 +74,10 @@ class Settings:
         1.0, "RLFLEET_BOOT_POLL_SECONDS", "seconds between looks at gates of starting engines", minimum=0.05
     )
     drain_seconds: float = _setting(
-        10.0, "RLFLEET_DRAIN_SECONDS", "seconds that running reconciles may take to end on SIGTERM", minimum=0
+        1.0,
+        "RLFLEET_DRAIN_SECONDS",
+        "seconds that running reconciles may take to end on SIGTERM; a round that needs longer is handed over",
+        minimum=0,
     )
     log_format: str = _setting("json", "RLFLEET_LOG_FORMAT", "json or text")
     log_level: str = _setting("INFO", "RLFLEET_LOG_LEVEL", "DEBUG, INFO, WARNING or ERROR")
@@ -62,7 +91,23 @@ class Settings:
             raise SettingsError("--log-format (RLFLEET_LOG_FORMAT) must be json or text")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise SettingsError("--log-level (RLFLEET_LOG_LEVEL) must be DEBUG, INFO, WARNING or ERROR")
+        if self.lease_seconds > MAX_LEASE_SECONDS:
+            raise SettingsError(f"--lease-seconds (RLFLEET_LEASE_SECONDS) must be at most {MAX_LEASE_SECONDS:g}")
+        if not self.lease_retry_seconds < self.lease_renew_seconds < self.lease_seconds:
+            raise SettingsError(
+                "--lease-retry-seconds (RLFLEET_LEASE_RETRY_SECONDS) must be below --lease-renew-seconds "
+                "(RLFLEET_LEASE_RENEW_SECONDS), and that below --lease-seconds (RLFLEET_LEASE_SECONDS)"
+            )
+        if not self.lease_name:
+            raise SettingsError("--lease-name (RLFLEET_LEASE_NAME) must not be empty")
+        for name in self.watch_namespaces:
+            if not _NAMESPACE.fullmatch(name):
+                raise SettingsError(f"--watch-namespaces (RLFLEET_WATCH_NAMESPACES): {name!r} is no namespace's name")
         self.health_address()
+
+    def timing(self) -> Timing:
+        """The Lease's times."""
+        return Timing(float(self.lease_seconds), self.lease_renew_seconds, self.lease_retry_seconds)
 
     def health_address(self) -> tuple[str, int]:
         """Host and port to serve probes on."""
@@ -71,12 +116,14 @@ class Settings:
             raise SettingsError("--health-bind (RLFLEET_HEALTH_BIND) must be address:port")
         return host.strip("[]"), int(port)
 
-    def control(self) -> ControlSettings:
-        """The part that reconcilers read."""
-        identity = self.identity or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    def control(self, environ: Mapping[str, str] = os.environ) -> ControlSettings:
+        """The part that reconcilers read. Its identity is another one at each call: ask once per process."""
+        pod = environ.get("RLFLEET_POD_NAME") or socket.gethostname()
+        uid = environ.get("RLFLEET_POD_UID")
+        name = self.identity or (f"{pod[:70]}_{uid}" if uid else pod)
         return ControlSettings(
             namespace=self.namespace,
-            identity=identity[:128],
+            identity=f"{name[:117]}_{secrets.token_hex(5)}",
             api_timeout=self.api_timeout,
             router_timeout=self.router_timeout,
             poll_seconds=self.poll_seconds,
@@ -91,9 +138,18 @@ def _flag(name: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per setting."""
     for f in fields(Settings):
-        default = f"; default {f.default}" if f.default != "" else ""
+        default = f"; default {str(f.default).lower()}" if f.default not in ("", ()) else ""
+        how: dict[str, Any] = {}
+        if isinstance(f.default, bool):
+            how = {"nargs": "?", "const": "true"}
+        elif isinstance(f.default, tuple):
+            how = {"action": "append"}
         parser.add_argument(
-            _flag(f.name), dest=f.name, metavar="VALUE", help=f"{f.metadata['help']} ({f.metadata['env']}{default})"
+            _flag(f.name),
+            dest=f.name,
+            metavar="VALUE",
+            help=f"{f.metadata['help']} ({f.metadata['env']}{default})",
+            **how,
         )
 
 
@@ -106,9 +162,19 @@ def load(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
             text = environ.get(f.metadata["env"])
         if text is None:
             continue
-        kind: type[Any] = type(f.default)
         try:
-            values[f.name] = kind(text)
-        except ValueError as e:
-            raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}): {text!r} is no {kind.__name__}") from e
+            values[f.name] = _parse(f.default, text)
+        except (ValueError, KeyError) as e:
+            kind = type(f.default).__name__
+            raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}): {text!r} is no {kind}") from e
     return Settings(**values)
+
+
+def _parse(default: Any, text: str | list[str]) -> Any:
+    """``text`` as a value of ``default``'s type; a list of texts comes from a repeated flag."""
+    if isinstance(default, tuple):
+        words = [w.strip() for part in ([text] if isinstance(text, str) else text) for w in part.split(",")]
+        return tuple(dict.fromkeys(w for w in words if w))
+    if isinstance(default, bool):
+        return _WORDS[str(text).lower()]
+    return type(default)(text)

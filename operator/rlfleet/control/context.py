@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.guard import Guard
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
 
@@ -123,6 +124,7 @@ class Context:
     keys: SigningKeys
     events: EventRecorder
     enqueue: Enqueue
+    guard: Guard
     settings: ControlSettings = field(default_factory=ControlSettings)
     clock: Clock = field(default_factory=SystemClock)
     metrics: Metrics = field(default_factory=NoMetrics)

@@ -42,12 +42,18 @@ class SigningKeys:
         self.kid = hashlib.sha256(public).hexdigest()[:16]
 
     @classmethod
-    async def load(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys:
-        """Read the key from ``namespace``, creating it if there is none."""
+    async def find(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys | None:
+        """Read the key from ``namespace``; None if there is none yet. Writes nothing."""
         try:
             return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
         except NotFound:
-            pass
+            return None
+
+    @classmethod
+    async def load(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys:
+        """Read the key from ``namespace``, creating it if there is none."""
+        if (found := await cls.find(kube, namespace, timeout=timeout)) is not None:
+            return found
         seed = Ed25519PrivateKey.generate().private_bytes_raw()
         body: Obj = {
             "metadata": {

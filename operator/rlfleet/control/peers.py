@@ -1,12 +1,14 @@
 """Calls to gates and senders: one HTTP session, own deadlines, and three kinds of answer.
 
 Invariant: an answer is a report, a refusal (the server says no, with a reason), or silence. Silence is not "no": the
-order may have been carried out, so callers ask again by operation id instead of assuming either way.
+order may have been carried out, so callers ask again by operation id instead of assuming either way. What changes a
+gate or sender is sent only by a leader (kube.guard); reading is free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,6 +18,7 @@ from pydantic import ValidationError
 
 from rlfleet.api import wire
 from rlfleet.api.tokens import Scope
+from rlfleet.kube.guard import Guard
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -87,8 +90,9 @@ class Silent(PeerError):
 class Peers:
     """The operator's client for gates and senders. Close it when done."""
 
-    def __init__(self, signer: Signer) -> None:
+    def __init__(self, signer: Signer, guard: Guard) -> None:
         self._signer = signer
+        self._guard = guard
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
@@ -128,6 +132,21 @@ class Peers:
         caller: Caller,
         body: wire.Request | None = None,
         seconds: float = CALL_SECONDS,
+    ) -> Any:
+        """One call; NotLeader (nothing sent) for one that is not a read when we do not lead."""
+        with contextlib.nullcontext() if scope is Scope.READ else self._guard.mutation("peer"):
+            return await self._send(peer, method, path, scope=scope, caller=caller, body=body, seconds=seconds)
+
+    async def _send(
+        self,
+        peer: Peer,
+        method: str,
+        path: str,
+        *,
+        scope: Scope,
+        caller: Caller,
+        body: wire.Request | None,
+        seconds: float,
     ) -> Any:
         token = self._signer.sign(
             audience=[peer.pod_uid],
@@ -286,7 +305,10 @@ class Peers:
 async def fan_out(
     targets: Iterable[K], call: Callable[[K], Awaitable[T]], *, limit: int = FANOUT
 ) -> dict[K, T | PeerError]:
-    """Run one call per target, at most ``limit`` at a time; a PeerError becomes that target's result."""
+    """Run one call per target, at most ``limit`` at a time; a PeerError becomes that target's result.
+
+    Anything else ends all of them before it is raised: no call goes on for a caller that has given up.
+    """
     gate = asyncio.Semaphore(limit)
 
     async def one(target: K) -> tuple[K, T | PeerError]:
@@ -296,4 +318,10 @@ async def fan_out(
             except PeerError as e:
                 return target, e
 
-    return dict(await asyncio.gather(*(one(t) for t in targets)))
+    tasks = [asyncio.ensure_future(one(t)) for t in targets]
+    try:
+        return dict(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -60,7 +60,7 @@ class PoolReconciler:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._memories: dict[tuple[str, str], PoolMemory] = {}
-        self._routers = routers.RouterClients(timeout=ctx.settings.router_timeout)
+        self._routers = routers.RouterClients(timeout=ctx.settings.router_timeout, guard=ctx.guard)
         self._router_urls: dict[tuple[str, str], set[str]] = {}
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from rlfleet.kube.errors import ApiError, Conflict, TooManyRequests
+from rlfleet.kube.errors import ApiError, Conflict, NotLeader, TooManyRequests
 from rlfleet.kube.limiter import Priority
 
 log = logging.getLogger(__name__)
@@ -187,11 +187,8 @@ class WorkQueue:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def drain(self, grace: float) -> bool:
-        """Start nothing more; wait up to ``grace`` seconds for running reconciles, then cancel them.
-
-        True when all ended by themselves.
-        """
+    async def settle(self, grace: float) -> bool:
+        """Start nothing more; wait up to ``grace`` seconds for running reconciles. True when all ended."""
         self._draining = True
         self._waiting.clear()
         self._again.clear()
@@ -202,10 +199,17 @@ class WorkQueue:
         if not tasks:
             return True
         _, late = await asyncio.wait(tasks, timeout=grace)
+        return not late
+
+    async def drain(self, grace: float) -> bool:
+        """As ``settle``; then cancel what still runs. True when all ended by themselves."""
+        if await self.settle(grace):
+            return True
+        late = list(self._running.values())
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        return not late
+        return False
 
     def _promote(self, now: float) -> None:
         while self._delayed and (self._delayed[0][0] <= now or not self._valid(self._delayed[0][1:])):
@@ -256,6 +260,10 @@ class WorkQueue:
             return "Retry", self._backoff(key, e.retry_after)
         except Conflict as e:
             log.debug("%s: lost a race, again: %s", "/".join(key), e)
+            return "Retry", self._backoff(key, None)
+        except NotLeader as e:
+            # Either this process is about to end, or a renewal was late and the next one brings the right back.
+            log.info("%s: %s", "/".join(key), e)
             return "Retry", self._backoff(key, None)
         except ApiError as e:
             log.warning("%s: %s", "/".join(key), e)

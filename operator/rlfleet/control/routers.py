@@ -16,6 +16,7 @@ from typing import Any
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
+from rlfleet.kube.guard import Guard
 from rlfleet.kube.reflector import Reflector
 from rlfleet.plan.pool_status import Problem
 from rlfleet.router import RouterAdapter, make_router
@@ -75,10 +76,11 @@ def _runs(pod: Mapping[str, Any]) -> bool:
 
 
 class RouterClients:
-    """Connections to routers, one per URL."""
+    """Connections to routers, one per URL. Only a leader removes anything (NotLeader otherwise)."""
 
-    def __init__(self, *, timeout: float, parallel: int = 16) -> None:
+    def __init__(self, *, timeout: float, guard: Guard, parallel: int = 16) -> None:
         self._timeout = timeout
+        self._guard = guard
         self._clients: dict[str, RouterAdapter] = {}
         self._slots = asyncio.Semaphore(parallel)
 
@@ -89,7 +91,8 @@ class RouterClients:
         async def one(endpoint: RouterEndpoint) -> str | None:
             async with self._slots:
                 try:
-                    await self._client(endpoint).remove(url, seconds=self._timeout)
+                    with self._guard.mutation("router"):
+                        await self._client(endpoint).remove(url, seconds=self._timeout)
                 except CallError as e:
                     return f"router {endpoint.name}: {e}"
             return None

@@ -4,7 +4,8 @@ Invariants:
 - every call has a deadline, given by the caller;
 - status and metadata are written only under a resourceVersion (an empty one is refused, because the apiserver would
   take it for "no precondition"), objects are deleted only under a UID;
-- a write without an answer is ``Unknown`` (see errors.py); no write is ever sent twice by this module.
+- a write without an answer is ``Unknown`` (see errors.py); no write is ever sent twice by this module;
+- a client with a ``guard`` writes only while that allows it (NotLeader, nothing sent).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .errors import (
     Unavailable,
     Unknown,
 )
+from .guard import Guard
 from .limiter import Priority, RateLimiter
 from .resources import Resource
 from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
@@ -60,8 +62,9 @@ class KubeClient:
         field_manager: str = "rlfleet",
         user_agent: str = "rlfleet",
         max_connections: int = 64,
+        guard: Guard | None = None,
     ) -> None:
-        self._shared = Transport(source, limiter or RateLimiter(), observer, user_agent, max_connections)
+        self._shared = Transport(source, limiter or RateLimiter(), observer, user_agent, max_connections, guard)
         self._priority = Priority.SCALE
         self._field_manager = field_manager
 
@@ -207,6 +210,14 @@ class KubeClient:
             timeout=timeout,
             write=True,
         )
+
+    async def replace(
+        self, res: Resource, ns: str | None, name: str, body: Mapping[str, Any], *, timeout: float
+    ) -> Obj:
+        """Write a whole object that was read before, under the resourceVersion in it; else Conflict."""
+        _precondition(str((body.get("metadata") or {}).get("resourceVersion") or ""))
+        obj = {"apiVersion": res.api_version, "kind": res.kind, **body}
+        return await self._call("update", "PUT", res, res.path(ns, name), body=obj, timeout=timeout, write=True)
 
     async def patch_status(
         self,

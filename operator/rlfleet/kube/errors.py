@@ -23,6 +23,10 @@ class ApiError(Exception):
         self.body = body or {}
 
 
+class NotLeader(Exception):
+    """A mutation was refused by our own guard and not sent. No ApiError: whoever handles those must not handle this."""
+
+
 class NotFound(ApiError):
     """404: the object (or its kind) is not there."""
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from .client import KubeClient, Obj
-from .errors import ApiError
+from .errors import ApiError, NotLeader
 from .resources import EVENTS
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class EventRecorder:
                 event = self._pending.popleft()
                 try:
                     await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
-                except ApiError as e:
+                except (ApiError, NotLeader) as e:
                     self.dropped += 1
                     log.info("event %s not written: %s", event["reason"], e)
 
@@ -130,7 +130,7 @@ class EventRecorder:
                 while self._pending:
                     event = self._pending.popleft()
                     await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
-        except (TimeoutError, ApiError) as e:
+        except (TimeoutError, ApiError, NotLeader) as e:
             self.dropped += len(self._pending)
             log.info("events not written at shutdown: %r", e)
 

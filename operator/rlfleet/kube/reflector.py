@@ -1,4 +1,4 @@
-"""A view of one resource: list, watch, and the difference after every new list.
+"""A view of one resource in all namespaces or in some: list, watch, and the difference after every new list.
 
 Invariants:
 - an object that vanished while the watch was broken is reported as a deletion by the next list;
@@ -60,10 +60,10 @@ class _Written:
 
 
 class Reflector:
-    """Keeps a view of ``resource`` in ``namespace`` (None: all) that match ``label_selector``.
+    """Keeps a view of ``resource`` in ``namespaces`` (none named: all) that match ``label_selector``.
 
-    ``run()`` until cancelled; ``wait_synced()`` returns after the first list. ``relist_seconds`` lists again in good
-    health too (with jitter), in case an event was lost without a trace.
+    ``run()`` until cancelled; ``wait_synced()`` returns after the first list of each namespace.
+    ``relist_seconds`` lists again in good health too (with jitter), in case an event was lost without a trace.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reflector:
         client: KubeClient,
         resource: Resource,
         *,
-        namespace: str | None = None,
+        namespaces: Iterable[str] = (),
         label_selector: str = "",
         on_change: Callable[[Change], None] = lambda change: None,
         inactivity_timeout: float = 70.0,
@@ -82,7 +82,8 @@ class Reflector:
     ) -> None:
         self._client = client
         self.resource = resource
-        self._namespace = namespace
+        #: What is listed and watched by itself; None stands for all namespaces.
+        self._scopes: tuple[str | None, ...] = tuple(dict.fromkeys(namespaces)) or (None,)
         self._selector = label_selector
         self._on_change = on_change
         self._inactivity = inactivity_timeout
@@ -93,7 +94,8 @@ class Reflector:
         self._by_uid: dict[str, Key] = {}
         self._by_label: dict[str, dict[str, set[Key]]] = {label: {} for label in index_labels}
         self._written: dict[Key, _Written] = {}
-        self._version = 0
+        self._versions: dict[str | None, int] = dict.fromkeys(self._scopes, 0)
+        self._listed: set[str | None] = set()
         self._synced = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------ reading
@@ -192,7 +194,8 @@ class Reflector:
         obj = self._objects.get(key)
         seen = version_of(obj) if obj is not None else 0
         # A view past the written version without the object has seen its deletion.
-        written = seen >= entry.version or self._version >= entry.version
+        scope = key[0] if key[0] in self._versions else None
+        written = seen >= entry.version or self._versions.get(scope, 0) >= entry.version
         deleted = (
             not entry.deleted_uid
             or obj is None
@@ -206,12 +209,17 @@ class Reflector:
 
     async def run(self) -> None:
         """Follow the resource until cancelled; errors are logged and retried with growing pauses."""
+        async with asyncio.TaskGroup() as group:
+            for scope in self._scopes:
+                group.create_task(self._run(scope))
+
+    async def _run(self, scope: str | None) -> None:
         pause = 0.5
         while True:
             try:
-                version = await self._list()
+                version = await self._list(scope)
                 pause = 0.5
-                await self._follow(version)
+                await self._follow(scope, version)
             except Gone as e:
                 self._on_reset("Gone")
                 log.info("view of %s: version too old, listing again: %s", self.resource.plural, e)
@@ -222,23 +230,25 @@ class Reflector:
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(pause * 2, 30.0)
 
-    async def _list(self) -> str:
+    async def _list(self, scope: str | None) -> str:
         result = await self._client.list(
-            self.resource, self._namespace, label_selector=self._selector, timeout=self._list_timeout
+            self.resource, scope, label_selector=self._selector, timeout=self._list_timeout
         )
         found = {key_of(o) for o in result.items}
         listed = int(result.resource_version)
         for obj in result.items:
             self._put(obj)
-        for key in [k for k in self._objects if k not in found]:
+        for key in [k for k in self._objects if k not in found and scope in (None, k[0])]:
             # Written here after the list was taken: the watch will tell.
             if version_of(self._objects[key]) <= listed:
                 self._remove(key)
-        self._advance(listed)
-        self._synced.set()
+        self._advance(scope, listed)
+        self._listed.add(scope)
+        if len(self._listed) == len(self._scopes):
+            self._synced.set()
         return result.resource_version
 
-    async def _follow(self, version: str) -> None:
+    async def _follow(self, scope: str | None, version: str) -> None:
         """Watch, reconnecting from the last version, until a new list is due or the version is too old."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._relist * random.uniform(0.9, 1.1)
@@ -247,7 +257,7 @@ class Reflector:
             try:
                 stream = self._client.watch(
                     self.resource,
-                    self._namespace,
+                    scope,
                     resource_version=version,
                     label_selector=self._selector,
                     server_timeout=min(300.0, left + 1),
@@ -261,7 +271,7 @@ class Reflector:
                             self._remove(key_of(event.object), event.object["metadata"].get("uid", ""))
                         elif event.type != "BOOKMARK":
                             self._put(event.object)
-                        self._advance(int(version))
+                        self._advance(scope, int(version))
                         if loop.time() >= until:
                             break
             except Gone:
@@ -274,8 +284,8 @@ class Reflector:
                 log.info("watch of %s: %s; reconnecting", self.resource.plural, e)
                 await asyncio.sleep(0.2 * failures)
 
-    def _advance(self, version: int) -> None:
-        self._version = max(self._version, version)
+    def _advance(self, scope: str | None, version: int) -> None:
+        self._versions[scope] = max(self._versions[scope], version)
 
     def _put(self, obj: Obj) -> None:
         key = key_of(obj)

@@ -54,6 +54,7 @@ class Resource:
 PODS = Resource("", "v1", "pods", "Pod")
 SECRETS = Resource("", "v1", "secrets", "Secret")
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 RLPIPELINES = Resource(GROUP, VERSION, "rlpipelines", "RLPipeline")
 ENGINEPOOLS = Resource(GROUP, VERSION, "enginepools", "EnginePool")

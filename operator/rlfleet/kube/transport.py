@@ -1,7 +1,9 @@
 """One connection pool to the apiserver: credentials, rate limit, deadlines, and what an answer means as a typed error.
 
-Invariant: a request is sent once. The only exception is an answer 401, which says that nothing was processed: then the
-credentials are read again and it is sent a second time.
+Invariants:
+- a request is sent once. The only exception is an answer 401, which says that nothing was processed: then the
+  credentials are read again and it is sent a second time;
+- with a guard, a write is sent only by a leader with validity left (NotLeader otherwise).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from .errors import (
     Unavailable,
     Unknown,
 )
+from .guard import Guard
 from .limiter import Priority, RateLimiter
 from .resources import Resource
 from .server_time import ServerTime
@@ -56,8 +59,10 @@ class Transport:
         observer: ApiObserver | None,
         user_agent: str,
         max_connections: int,
+        guard: Guard | None = None,
     ) -> None:
         self._source = source
+        self._guard = guard
         self._limiter = limiter
         self._observer = observer
         self._user_agent = user_agent
@@ -109,20 +114,29 @@ class Transport:
         if limits.total is not None:
             left = max(0.001, limits.total - (time.monotonic() - waiting))
             limits = aiohttp.ClientTimeout(total=left, sock_connect=limits.sock_connect)
-        started = time.monotonic()
-        code = 0
-        try:
-            response = await self._send(
-                method, path, params=params, body=body, content_type=content_type, limits=limits, call=call, write=write
-            )
-            async with response:
-                code = response.status
-                if code >= 300:
-                    raise await _error(response, call, write)
-                yield response
-        finally:
-            if self._observer is not None:
-                self._observer.api_call(verb, res.plural, code, time.monotonic() - started)
+        # Asked here, not before: the wait for a turn may have outlasted a term.
+        with self._guard.mutation() if write and self._guard is not None else nullcontext():
+            started = time.monotonic()
+            code = 0
+            try:
+                response = await self._send(
+                    method,
+                    path,
+                    params=params,
+                    body=body,
+                    content_type=content_type,
+                    limits=limits,
+                    call=call,
+                    write=write,
+                )
+                async with response:
+                    code = response.status
+                    if code >= 300:
+                        raise await _error(response, call, write)
+                    yield response
+            finally:
+                if self._observer is not None:
+                    self._observer.api_call(verb, res.plural, code, time.monotonic() - started)
 
     async def _send(
         self,
@@ -145,6 +159,8 @@ class Transport:
         async with self._refresh:
             if self._credentials is used:
                 self._credentials = await self._source()
+        if write and self._guard is not None:
+            self._guard.token()  # an exec plugin may take long
         return await self._send_once(method, path, params, body, content_type, limits, call, write)
 
     async def _send_once(

@@ -40,6 +40,8 @@ async def pass_barrier(run: Executor, *, takeover: bool) -> None:
             await run.ledger.read_pipeline()
             at = replace(at, fence=int(run.ledger.status.get("fence") or 0))
         elif step is Step.CLAIM_ABOVE:
+            # The status was lost, or somebody acted without a claim: only whoever leads may go above that.
+            run.ctx.guard.token()
             active = run.ledger.status.get("activeOperation") or {}
             await run.ledger.claim(
                 {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=at.shown
