@@ -57,7 +57,8 @@ def test_switches_and_lists() -> None:
     assert loaded("--watch-namespaces", "a,b", "--watch-namespaces=c, a").watch_namespaces == ("a", "b", "c")
     assert loaded(RLFLEET_WATCH_NAMESPACES="a,b").watch_namespaces == ("a", "b")
     assert loaded("--watch-namespaces=c", RLFLEET_WATCH_NAMESPACES="a,b").watch_namespaces == ("c",)
-    assert loaded("--lease-seconds=5", "--lease-renew-seconds=3", "--lease-retry-seconds=0.5").timing() == Timing(5, 3, 0.5)
+    lease = ("--lease-seconds=5", "--lease-renew-seconds=3", "--lease-retry-seconds=0.5")
+    assert loaded(*lease).timing() == Timing(5, 3, 0.5)
 
 
 @pytest.mark.parametrize(

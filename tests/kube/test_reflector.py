@@ -18,6 +18,7 @@ from rlfleet.kube.resources import PODS, Resource
 from tests.kube.proxy import Mode, Proxy
 
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 T = 10.0
 
 
@@ -239,7 +240,7 @@ async def test_view_is_right_again_after_an_outage(
     view = Reflector(
         proxied,
         CONFIGMAPS,
-        namespace=namespace,
+        namespaces=[namespace],
         inactivity_timeout=0.5,
         list_timeout=0.5,
         on_reset=resets.append,
@@ -254,3 +255,43 @@ async def test_view_is_right_again_after_an_outage(
         proxy.mode = Mode.PASS
         await until(lambda: view.get(namespace, "c1") is None and view.get(namespace, "c9"))
         assert view.get(namespace, "c0") is not None
+
+
+@pytest.mark.cluster
+async def test_several_namespaces_are_one_view_and_no_others(kube: KubeClient, namespace: str) -> None:
+    config = {"metadata": {"name": "c", "labels": {"app": "x"}}}
+    second = f"{namespace}-2"
+    await kube.create(NAMESPACES, None, {"metadata": {"name": second}}, timeout=T)
+    for where in (namespace, second, "default"):
+        await kube.create(CONFIGMAPS, where, config, timeout=T)
+    try:
+        # Lists again all the time: the list of one namespace must not take the other's objects for deleted.
+        gone: list[Change] = []
+        view = Reflector(
+            kube,
+            CONFIGMAPS,
+            namespaces=[namespace, second],
+            index_labels=["app"],
+            relist_seconds=1.1,
+            on_change=lambda c: gone.append(c) if not c.labels and c.old_labels else None,
+        )
+        async with running(view):
+            found = view.by_label("app", "x")
+            assert [o["metadata"]["namespace"] for o in found] == [namespace, second]
+            made = await kube.create(CONFIGMAPS, second, {"metadata": {"name": "mine"}}, timeout=T)
+            view.note_write(made)
+            await until(lambda: view.fresh(second, "mine"))
+            assert view.get(second, "mine") is not None
+            uid = found[0]["metadata"]["uid"]
+            await kube.delete(CONFIGMAPS, namespace, "c", uid=uid, timeout=T)
+            view.note_delete(namespace, "c", uid)
+            await until(lambda: view.fresh(namespace, "c") and gone)
+            assert [c.key for c in gone] == [(namespace, "c")]
+    finally:
+        await kube.delete(CONFIGMAPS, "default", "c", uid=await uid_of(kube, "default", "c"), timeout=T)
+        await kube.delete(NAMESPACES, None, second, uid=await uid_of(kube, None, second), timeout=T)
+
+
+async def uid_of(kube: KubeClient, namespace: str | None, name: str) -> str:
+    found = await kube.get(NAMESPACES if namespace is None else CONFIGMAPS, namespace, name, timeout=T)
+    return str(found["metadata"]["uid"])
