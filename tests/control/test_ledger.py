@@ -18,6 +18,7 @@ from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import credential_source
 from rlfleet.kube.errors import Conflict
 from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.guard import Guard
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS, RLPIPELINES, SYNCROUNDS
 
@@ -65,14 +66,15 @@ class World:
 async def world(cluster: LocalCluster, namespace: str) -> AsyncIterator[World]:
     async with KubeClient(credential_source(str(cluster.operator_kubeconfig))) as kube:
         spec = {"weights": {"sender": {"podSelector": {"matchLabels": {"app": "trainer"}}}}}
-        keys = SigningKeys(bytes(32))
+        keys, guard = SigningKeys(bytes(32)), Guard.unelected()
         ctx = Context(
             kube=kube,
             pods=Reflector(kube, PODS),
-            peers=Peers(keys),
+            peers=Peers(keys, guard),
             keys=keys,
             events=EventRecorder(kube, instance="test"),
             enqueue=lambda key, *, after=0.0, priority=None: None,
+            guard=guard,
             metrics=OperatorMetrics(),
         )
         async with KubeClient(credential_source(str(cluster.kubeconfig))) as admin:
