@@ -74,6 +74,7 @@ class RoundCondition(_Documented):
     COMPLETE = "Complete", "the round succeeded: its version is committed and its engines serve it"
     FAILED = "Failed", "the round ended without success; committed says whether its version took effect"
     PROGRESSING = "Progressing", "the round is neither complete nor failed; the reason says what it waits for"
+    CANCEL_REQUESTED = "CancelRequested", "a cancel came when weights were moving, so what engines hold decides"
 
 
 ConditionType = PipelineCondition | PoolCondition | RoundCondition
@@ -140,6 +141,7 @@ class Reason(_Documented):
     # rounds: ends
     SUPERSEDED = "Superseded", "a newer round takes this one's place"
     CANCELLED = "Cancelled", "spec.cancel was set or the round was deleted"
+    CANCEL_TOO_LATE = "CancelTooLate", "a cancel or deletion that came after weights began to move changes no verdict"
     PENDING_DEADLINE = "PendingDeadline", "pendingSeconds passed before the round could start"
     STAGING_DEADLINE = "StagingDeadline", "stagingSeconds passed before all bytes were delivered"
     PAUSED_DEADLINE = "PausedDeadline", "pausedSeconds passed while engines were paused"

@@ -211,13 +211,19 @@ class Entry(StrEnum):
     PLAN = "Plan"  # nothing was touched: plan anew under this generation
     QUIESCE = "Quiesce"  # members may be paused, no load began
     JUDGE = "Judge"  # loads may have begun: the members' evidence decides
+    REFUSED = "Refused"  # refused before its transfer; it holds engines that it inherited
     REOPEN = "Reopen"  # committed: only forward
 
 
-def enter(phase: str, *, committed: bool, planned: bool) -> Entry:
-    """Map the durable phase to where the work goes on. The commit in RLPipeline.status beats the round's phase."""
+def enter(phase: str, *, committed: bool, planned: bool, refused: bool = False) -> Entry:
+    """Map the durable phase to where the work goes on. The commit in RLPipeline.status beats the round's phase.
+
+    ``refused``: the round was refused and has no plan since; it matters only while it is in Holding.
+    """
     if committed:
         return Entry.REOPEN
+    if refused and phase == "Holding":
+        return Entry.REFUSED
     if not planned or phase in ("", "Pending", "Planned", "Staging"):
         return Entry.PLAN
     if phase == "Quiescing":

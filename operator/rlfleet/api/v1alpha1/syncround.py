@@ -246,6 +246,24 @@ class RoundFailure(Status):
     message: Message = Field(description="Why, for people, and what to do.")
 
 
+class RefusedRound(Status):
+    """Why a round was refused before its transfer, and the engines that it holds nevertheless."""
+
+    stage: ReasonText = Field(description="Phase in which it was refused.")
+    reason: ReasonText = Field(description="Why, as one stable CamelCase word.")
+    message: Message = Field(description="Why, for people.")
+    pod_uids: tuple[Uid, ...] = Field(
+        default=(),
+        alias="podUIDs",
+        max_length=MAX_MEMBERS,
+        description="Pods that the round which it superseded left closed.",
+        json_schema_extra=ATOMIC,
+    )
+    start_overs: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=0, description="How often the round has started over since."
+    )
+
+
 MAX_ATTEMPTS = 20
 
 
@@ -334,6 +352,11 @@ class SyncRoundStatus(Status):
         json_schema_extra=rules(rule("self || !oldSelf", "committed cannot be taken back")),
     )
     failure: RoundFailure | None = Field(default=None, description="Why the round ended without success.")
+    refused: RefusedRound | None = Field(
+        default=None,
+        description="Set while a round that was refused before its transfer stays in Holding, because it inherited "
+        "closed engines from the round that it superseded.",
+    )
     attempts: tuple[RoundAttempt, ...] = Field(
         default=(),
         max_length=MAX_ATTEMPTS,

@@ -8,6 +8,7 @@ Invariants (DESIGN section 5):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import ok
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
+from rlfleet.control.rounds.refused import RefusedHold
+from rlfleet.kube.errors import Unavailable
 from rlfleet.kube.events import EventType
 from rlfleet.plan.rounds import RoundPlan
 from rlfleet.plan.verdicts import Verdict, abort
@@ -100,16 +103,42 @@ class Ending:
 
     # ------------------------------------------------------------------------------------------ settle
 
-    async def refuse(self, stage: str, reason: Reason, message: str, *, outcome: str = "Failed") -> None:
-        """End a round before any engine was touched.
+    async def refuse(
+        self,
+        stage: str,
+        reason: Reason,
+        message: str,
+        *,
+        outcome: str = "Failed",
+        transfer: Transfer | None = None,
+    ) -> None:
+        """End a round before any weights moved: it touched nothing, or only paused engines (``transfer``).
 
         Engines that it inherited closed (from a round that it superseded in Holding) resume if they hold what is
-        committed: nobody else would open them.
+        committed: nobody else would open them. Are there others, the round does not end but holds them.
         """
+        hold = RefusedHold(self)
+        uids = await hold.owned() if outcome == "Failed" else frozenset()
+        if not hold.closed(uids):
+            if transfer is not None:
+                await self.abort(transfer, stage, reason, message, outcome=outcome)
+                return
+            await self.resume_committed()
+            await self.settle(outcome, stage, reason, message)
+            return
+        await hold.begin(stage, reason, message, uids)
+        await hold.hold(fresh=False)
+
+    async def resume_committed(self) -> None:
+        """Let engines serve that are closed, not ours to load, and proven at the committed version."""
         closed = abort(RoundPlan((), 1), self.fleet.engines, self.ledger.committed, operation=self.run.round_uid).resume
         if closed:
             await self._resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
-        await self.settle(outcome, stage, reason, message)
+
+    async def shut(self, names: Iterable[str]) -> None:
+        """Take engines out of the routers, as far as their gates answer; they stay paused in any case."""
+        orders = dict.fromkeys(names, wire.CloseOrder())
+        await self.fleet.run(self.run.caller, "Close", orders, deadline=self.ctx.clock.monotonic() + SHUT_SECONDS)
 
     async def settle(
         self,
@@ -124,6 +153,8 @@ class Ending:
     ) -> None:
         """Write the end of the round, release the hold, free the slot."""
         await self.release()
+        with contextlib.suppress(RoundGone, Unavailable):
+            await self.ledger.read_round()  # a cancel that came late is recorded too
         self.run.timings["totalMs"] = round((self.ctx.clock.monotonic() - self.run.began) * 1000)
         status = settled(
             self.ledger.round or {},

@@ -24,7 +24,9 @@ from rlfleet.control.rounds.closing import Closing
 from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.orphan import StatusOf
+from rlfleet.control.rounds.outcome import with_late_cancel
 from rlfleet.control.rounds.preparing import plan_members, stage_bytes
+from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
 from rlfleet.plan.rounds import TERMINAL, RoundPlan
 from rlfleet.plan.verdicts import Entry, Verdict, enter
@@ -108,6 +110,7 @@ class Executor:
             int(self.ledger.round["metadata"].get("generation") or 0),
             now,
         )
+        conditions = with_late_cancel(conditions, self.ledger.round, now)
         await self.ledger.write_round(
             {
                 "observedGeneration": self.ledger.round["metadata"].get("generation", 0),
@@ -164,7 +167,16 @@ class Executor:
         await pass_barrier(self, takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)
         committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
-        entry = enter(str(self.ledger.round_status.get("phase") or ""), committed=committed, planned=plan is not None)
+        entry = enter(
+            str(self.ledger.round_status.get("phase") or ""),
+            committed=committed,
+            planned=plan is not None,
+            refused=plan is None and bool(self.ledger.round_status.get("refused")),
+        )
+        if entry is Entry.REFUSED:
+            if not await RefusedHold(closing).hold(fresh=True):
+                return
+            entry = Entry.PLAN
         if entry is Entry.PLAN:
             transfer = await plan_members(self, closing)
             if transfer is None:
@@ -251,17 +263,16 @@ class Executor:
         if failed:
             late = self.ctx.clock.monotonic() >= deadline
             reason, message = why(results[failed[0]])
-            await closing.abort(
-                transfer,
+            await closing.refuse(
                 "Quiescing",
                 Reason.PAUSED_DEADLINE if late else Reason.QUIESCE_FAILED,
                 f"{len(failed)} engines could not be paused; {failed[0]}: {reason.value}: {message}",
+                transfer=transfer,
             )
             return False
         if self.ctx.clock.monotonic() >= self._load_deadline():
-            await closing.abort(
-                transfer, "Quiescing", Reason.PAUSED_DEADLINE, "no time is left in pausedSeconds to load and prove"
-            )
+            late_message = "no time is left in pausedSeconds to load and prove"
+            await closing.refuse("Quiescing", Reason.PAUSED_DEADLINE, late_message, transfer=transfer)
             return False
         await self.ledger.read_round()
         if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):

@@ -271,10 +271,12 @@ class SenderLink:
     status: wire.SenderStatus | None = None
     problem: tuple[Reason, str] | None = None
     node: str = ""
+    #: No pod of the selector runs, or may still run: the process that held the weights is proven gone.
+    absent: bool = False
 
     async def find(self, spec: Mapping[str, Any]) -> None:
         """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
-        self.peer, self.status, self.problem = None, None, None
+        self.peer, self.status, self.problem, self.absent = None, None, None, False
         sender = (spec.get("weights") or {}).get("sender") or {}
         port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
         if sender.get("url"):
@@ -293,6 +295,8 @@ class SenderLink:
                 and "deletionTimestamp" not in p["metadata"]
             ]
             if not running:
+                phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
+                self.absent = phases <= {"Pending"}
                 self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
                 return
             if len(running) > 1:

@@ -1,34 +1,37 @@
 """Holding: a round that has whole members but misses too many keeps what it owns closed and heals the rest.
 
 Invariants (DESIGN section 5, Holding):
-- nothing opens here; every turn observes anew and concludes anew;
-- healing uses only what is proven to be possible: bytes that are still staged, or a new group of the missing;
-- there is always an exit: healed enough, superseded, cancelled, no member whole, or pods replaced when pausedSeconds
-  are spent (owned pods, ``onFailure: Replace``); with ``Hold`` a condition asks for a person.
+- nothing opens here; every turn observes anew, and plan.holding.turn says what follows;
+- healing uses only what is proven to be possible: bytes that are still staged, bytes that the sender still holds, or a
+  new group of the missing; tries are counted by the gates' logs, so a restart of the operator refills none;
+- status is written when it says something new, not once per turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.control.rounds.ledger import API_SECONDS, RoundGone, committed_of, is_terminal, ref_of
+from rlfleet.control.rounds.exits import look_for_exits
+from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
-from rlfleet.kube.resources import PODS, SYNCROUNDS
-from rlfleet.plan.rounds import Member
-from rlfleet.plan.triage import newer_than, triage
+from rlfleet.kube.resources import PODS
+from rlfleet.plan.holding import Move, Turn, turn
+from rlfleet.plan.rounds import Member, RoundRef, held
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.closing import Closing
+    from rlfleet.control.rounds.executor import Executor
     from rlfleet.control.rounds.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
-#: Loads tried per member in one round, the first one included.
+#: Stagings and loads tried per member in one round, the first ones included.
 LOAD_TRIES = 3
 #: Seconds between two looks at the world.
 TURN_SECONDS = 1.0
@@ -51,30 +54,29 @@ class Healing:
             # A deposed operator observes the same fleet as its successor: it must stop before it acts on it.
             await self.ledger.still_ours()
             outcome, verdicts = await self.closing.look(transfer)
-            if outcome.next is Next.COMMIT:
-                await self.closing.commit(transfer, outcome)
-                await self.closing.reopen(transfer)
-                return
-            if outcome.next is Next.ABORT:
-                await self.closing.abort(
-                    transfer, "Holding", Reason.TRANSFER_FAILED, "no engine holds the version any more"
-                )
-                return
-            message = self._message(outcome)
-            if message != said:
+            if outcome.next in (Next.HOLD, Next.WAIT_FENCE) and (message := self._message(outcome)) != said:
                 waits = outcome.next is Next.WAIT_FENCE
                 await self.run.phase("Holding", Reason.NOT_ALL_FENCED if waits else Reason.HOLDING, message)
                 said, asked = message, False
-            if await self._leave(transfer):
+            wishes, newer = await look_for_exits(self.run, self.closing)
+            move = turn(
+                Turn(
+                    outcome.next,
+                    wishes,
+                    can_heal=self._can_heal(transfer, verdicts),
+                    spent=self._spent(outcome),
+                    on_failure=str(self.ledger.spec["sync"]["onFailure"]),
+                )
+            )
+            if await self._leave(move, transfer, outcome, newer):
                 return
-            late = self.ctx.clock.monotonic() >= self.run.deadline("pausedSeconds", "pausedAt")
-            if not late:
+            if move is Move.HEAL:
                 await self._heal(transfer, verdicts)
-            elif self.ledger.spec["sync"]["onFailure"] == "Replace":
-                await self._replace(outcome)
-            elif not asked:
+            elif move is Move.REPLACE:
+                await replace_pods(self.run, {*outcome.missing, *outcome.unfenced})
+            elif move is Move.ASK and not asked:
                 note = "pausedSeconds are spent and onFailure is Hold: delete the named pods, or cancel the round"
-                await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{message}; {note}")
+                await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{said}; {note}")
                 asked = True
             await asyncio.sleep(TURN_SECONDS)
 
@@ -88,63 +90,120 @@ class Healing:
             f"({', '.join(outcome.missing[:4])}), {outcome.limit} may be"
         )
 
-    async def _leave(self, transfer: Transfer) -> bool:
-        """Exits that somebody asked for: cancel, deletion, a newer round."""
-        try:
-            await self.ledger.read_round()
-        except RoundGone:
-            await self.closing.abort(transfer, "Holding", Reason.ROUND_GONE, "the round's object vanished")
-            return True
-        assert self.ledger.round is not None
-        me = ref_of(self.ledger.round)
-        if me.cancel or me.deleting:
-            await self.closing.abort(
-                transfer, "Holding", Reason.CANCELLED, "cancelled while holding", outcome="Cancelled"
+    async def _leave(self, move: Move, transfer: Transfer, outcome: Outcome, newer: RoundRef | None) -> bool:
+        """Take an exit, if the move is one."""
+        aborts = {
+            Move.ABORT: (Reason.TRANSFER_FAILED, "no engine holds the version any more", "Failed"),
+            Move.GONE: (Reason.ROUND_GONE, "the round's object vanished", "Failed"),
+            Move.CANCEL: (Reason.CANCELLED, "cancelled while holding", "Cancelled"),
+            Move.SENDER_GONE: (
+                Reason.SENDER_INCARNATION_GONE,
+                f"{len(outcome.missing)} engines are missing and the sender is gone: nothing can heal them",
+                "Failed",
+            ),
+        }
+        if move is Move.COMMIT:
+            await self.closing.commit(transfer, outcome)
+            await self.closing.reopen(transfer)
+        elif move in aborts:
+            reason, message, end = aborts[move]
+            await self.closing.abort(transfer, "Holding", reason, message, outcome=end)
+        elif move is Move.SUPERSEDE and newer is not None:
+            # The newer round takes over every engine as it is: closed ones stay closed until it has updated them.
+            await self.closing.settle(
+                "Superseded",
+                "Holding",
+                Reason.SUPERSEDED,
+                f"superseded by {newer.name} (version {newer.version}), which inherits the closed engines",
+                transfer=transfer,
+                verdicts=transfer.verdicts(),
             )
-            return True
-        listed = await self.ledger.kube.list(SYNCROUNDS, self.ledger.namespace, timeout=API_SECONDS)
-        others = [
-            ref_of(r)
-            for r in listed.items
-            if r["spec"]["pipeline"] == self.ledger.name and not is_terminal(r) and r["metadata"]["uid"] != me.uid
-        ]
-        others = [r for r in others if newer_than(r, me)]
-        if not others:
+        else:
             return False
-        await self.run.sender.ask()
-        newer = triage(
-            others,
-            committed=committed_of(self.ledger.pipeline),
-            sender=self.run.sender.status,
-            sender_problem=None,
-            now_ms=self.ctx.now_ms(),
-            pending_ms=int(self.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
-            joinable=1,
-            expected=1,  # this round's own engines are there for it
-        ).run
-        if newer is None:
-            if self.run.sender.status is not None and self.run.sender.status.publish_waiting:
-                # A trainer waits for our hold before it can publish what the newer round asks for.
-                await self.closing.release()
-            return False
-        # The newer round takes over every engine as it is: closed ones stay closed until it has updated them.
-        await self.closing.settle(
-            "Superseded",
-            "Holding",
-            Reason.SUPERSEDED,
-            f"superseded by {newer.name} (version {newer.version}), which inherits the closed engines",
-            transfer=transfer,
-            verdicts=transfer.verdicts(),
-        )
         return True
 
+    # ------------------------------------------------------------------------------------------ what is possible
+
+    def _late(self) -> bool:
+        return self.ctx.clock.monotonic() >= self.run.deadline("pausedSeconds", "pausedAt")
+
+    def _spent(self, outcome: Outcome) -> bool:
+        """No more time, or no more tries for anybody that is missing. A silent gate's tries are unknown."""
+        if self._late():
+            return True
+        return bool(outcome.missing) and outcome.next is Next.HOLD and all(map(self._used_up, outcome.missing))
+
+    def _used_up(self, name: str) -> bool:
+        engine = self.fleet.engines.get(name)
+        if engine is None or engine.status is None or engine.status.in_flight:
+            return False
+        return self._tries(name, "Pause" if engine.status.uncertain else "Load") >= LOAD_TRIES
+
+    def _tries(self, name: str, step: str) -> int:
+        return self.fleet.attempts(name, self.run.caller, step)
+
+    def _can_heal(self, transfer: Transfer, verdicts: dict[str, Verdict]) -> bool:
+        return any(v is Verdict.LOADED for v in verdicts.values()) or any(
+            m.engine in self._uncertain(transfer)
+            or self._can_stage(transfer, m, verdicts[m.engine])
+            or self._can_load(transfer, m, verdicts[m.engine])
+            for m in transfer.plan.members
+        )
+
+    def _sender_holds(self, transfer: Transfer) -> bool:
+        sender, target = self.run.sender.status, transfer.target
+        return (
+            sender is not None
+            and sender.incarnation == target.sender_incarnation
+            and held(sender, target.version, target.manifest_digest) is not None
+        )
+
+    def _idle(self, m: Member, v: Verdict) -> bool:
+        """It is there, closed, and waits for nothing: something may be tried on it."""
+        if v not in (Verdict.UNTOUCHED, Verdict.POISONED):
+            return False
+        status = self.fleet.engines[m.engine].status
+        if status is None or status.in_flight or status.uncertain or status.engine.state is not wire.EngineState.READY:
+            return False
+        return status.engine.paused is True
+
+    def _can_stage(self, transfer: Transfer, m: Member, v: Verdict) -> bool:
+        if transfer.staged(m) or not self._idle(m, v) or not self._sender_holds(transfer):
+            return False
+        return self._tries(m.engine, "Prepare") < LOAD_TRIES
+
+    def _can_load(self, transfer: Transfer, m: Member, v: Verdict) -> bool:
+        if not transfer.staged(m) or not self._idle(m, v):
+            return False
+        if m.transport is wire.Transport.BROADCAST and not self._sender_holds(transfer):
+            return False
+        return self._tries(m.engine, "Load") < LOAD_TRIES
+
+    def _uncertain(self, transfer: Transfer) -> list[str]:
+        return [
+            m.engine
+            for m in transfer.plan.members
+            if (e := self.fleet.engines.get(m.engine)) is not None
+            and e.status is not None
+            and e.status.uncertain
+            and not e.status.in_flight
+            and self._tries(m.engine, "Pause") < LOAD_TRIES
+        ]
+
+    # ------------------------------------------------------------------------------------------ healing
+
     async def _heal(self, transfer: Transfer, verdicts: dict[str, Verdict]) -> None:
-        """Load again where that can work, then verify and publish."""
+        """Stage and load again where that can work, then verify and publish."""
         deadline = self.run.deadline("pausedSeconds", "pausedAt")
         await self._clear_uncertain(transfer, deadline)
-        again = [m for m in transfer.plan.members if self._can_load(transfer, m, verdicts[m.engine])]
+        members = transfer.plan.members
+        lacking = [m for m in members if self._can_stage(transfer, m, verdicts[m.engine])]
+        if lacking:
+            await transfer.stage(lacking, deadline=deadline, again=True)
+            await self.fleet.poll([m.engine for m in lacking])
+        again = [m for m in members if self._can_load(transfer, m, verdicts[m.engine])]
         started = self.ctx.clock.monotonic()
-        if again:
+        if again and started < deadline:
             await transfer.load(again, deadline=deadline, again=True)
         known = transfer.known_digests()
         if again or any(v is Verdict.LOADED for v in verdicts.values()):
@@ -152,41 +211,22 @@ class Healing:
 
     async def _clear_uncertain(self, transfer: Transfer, deadline: float) -> None:
         """An operation without a recorded end blocks its gate until a new, verified pause proves the engine idle."""
-        order = wire.PauseOrder()
-        names = [
-            m.engine
-            for m in transfer.plan.members
-            if (e := self.fleet.engines.get(m.engine)) is not None
-            and e.status is not None
-            and e.status.uncertain
-            and not e.status.in_flight
-            and self.fleet.attempts(m.engine, self.run.caller, "Pause") < LOAD_TRIES
-        ]
+        names = self._uncertain(transfer)
         if names:
-            await self.fleet.run(self.run.caller, "Pause", dict.fromkeys(names, order), deadline=deadline, again=True)
+            orders = dict.fromkeys(names, wire.PauseOrder())
+            await self.fleet.run(self.run.caller, "Pause", orders, deadline=deadline, again=True)
             await self.fleet.poll(names)
 
-    def _can_load(self, transfer: Transfer, m: Member, v: Verdict) -> bool:
-        if v not in (Verdict.UNTOUCHED, Verdict.POISONED) or not transfer.staged(m):
-            return False
-        status = self.fleet.engines[m.engine].status
-        if status is None or status.in_flight or status.uncertain or status.engine.state is not wire.EngineState.READY:
-            return False
-        if status.engine.paused is not True:
-            return False
-        return self.fleet.attempts(m.engine, self.run.caller, "Load") < LOAD_TRIES
 
-    async def _replace(self, outcome: Outcome) -> None:
-        """pausedSeconds are spent: replace what does not heal (owned pods, by UID); the pool makes new ones."""
-        for name in {*outcome.missing, *outcome.unfenced}:
-            engine = self.fleet.engines.get(name)
-            if engine is None or engine.gone or engine.leaving or not engine.owned:
-                continue
-            try:
-                await self.ledger.kube.delete(
-                    PODS, self.ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS
-                )
-            except (NotFound, Conflict):
-                continue  # it is gone or another pod already: the next look tells
-            except ApiError as e:
-                log.warning("pod not replaced", extra={"pod": name, "why": str(e)})
+async def replace_pods(run: Executor, names: Iterable[str]) -> None:
+    """Delete pods that do not heal (owned ones, by UID); their pool makes new ones."""
+    for name in sorted(names):
+        engine = run.fleet.engines.get(name)
+        if engine is None or engine.gone or engine.leaving or not engine.owned:
+            continue
+        try:
+            await run.ledger.kube.delete(PODS, run.ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
+        except (NotFound, Conflict):
+            continue  # it is gone or another pod already: the next look tells
+        except ApiError as e:
+            log.warning("pod not replaced", extra={"pod": name, "why": str(e)})

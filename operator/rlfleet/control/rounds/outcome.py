@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rlfleet.control.rounds.transfer import Transfer
 
 MAX_LISTED = 64
+#: Phases in which a cancel is recorded and nothing more (in Holding it is an exit).
+MOVING = ("Transferring", "Committed")
 
 _RESULT = {
     Verdict.WHOLE: "Ok",
@@ -47,6 +49,8 @@ def settled(
         (RoundCondition.PROGRESSING, False),
     ):
         conditions = set_condition(conditions, kind, ConditionStatus.of(value), reason, message, generation, now)
+    if outcome != "Cancelled":
+        conditions = with_late_cancel(conditions, obj, now)
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "phase": outcome,
@@ -60,6 +64,24 @@ def settled(
         digest = hashlib.sha256(f"{stage}\0{reason.value}".encode()).hexdigest()[:16]
         status["failure"] = {"stage": stage, "reason": reason.value, "digest": digest, "message": message[:1024]}
     return status
+
+
+def with_late_cancel(conditions: list[dict[str, Any]], obj: dict[str, Any], now: str) -> list[dict[str, Any]]:
+    """Record a cancel (or deletion) that came when weights were moving already: the evidence of the members decides."""
+    meta = obj.get("metadata") or {}
+    phase = (obj.get("status") or {}).get("phase")
+    asked = (obj.get("spec") or {}).get("cancel") or "deletionTimestamp" in meta
+    if not asked or phase not in MOVING:
+        return conditions
+    return set_condition(
+        conditions,
+        RoundCondition.CANCEL_REQUESTED,
+        ConditionStatus.TRUE,
+        Reason.CANCEL_TOO_LATE,
+        "asked for after weights began to move: the round ends by what its engines hold",
+        int(meta.get("generation") or 0),
+        now,
+    )
 
 
 def member_results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Invariant: whatever fails here leaves every engine as it was; what is frozen is 
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
@@ -14,13 +15,16 @@ from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import why
 from rlfleet.control.rounds.transfer import Target, Transfer, member_rows
 from rlfleet.plan.freeze import freeze
-from rlfleet.plan.rounds import held
+from rlfleet.plan.rounds import RoundPlan, held
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.closing import Closing
     from rlfleet.control.rounds.executor import Executor
+
+#: How often gates that are silent at Planned are asked again before that counts.
+ASKED_AGAIN = 3
 
 
 async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
@@ -58,18 +62,7 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
     if hold is None or slot is None:
         await closing.refuse("Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on this version")
         return None
-    spec = run.ledger.spec
-    plan = freeze(
-        list(run.fleet.engines.values()),
-        mode=spec["transport"]["mode"],
-        assert_mixed=bool(spec["transport"].get("assertMixed")),
-        backend=spec["transport"]["backend"],
-        train=train_devices((spec.get("trainer") or {}).get("gpus")),
-        sender=run.sender.status,
-        total_bytes=slot.total_bytes,
-        verify=spec["sync"]["verify"],
-        max_unavailable=spec["sync"]["maxUnavailable"],
-    )
+    plan = await _frozen_for_sure(run, slot)
     if isinstance(plan, Refusal):
         await closing.refuse("Planned", plan.reason, plan.message)
         return None
@@ -103,6 +96,38 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
         await closing.commit_without_members(transfer)
         return None
     return transfer
+
+
+async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
+    """Freeze; gates that are silent are asked again first: one lost answer must not fail a round, or leave one out."""
+    plan = frozen(run, slot)
+    for tries in range(ASKED_AGAIN):
+        silent = [e.name for e in run.fleet.engines.values() if e.status is None and not e.gone and not e.unborn]
+        enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason is not Reason.GATES_UNREACHABLE
+        if not silent or enough:
+            break
+        await asyncio.sleep(0.3)
+        await run.fleet.read_pods()
+        await run.fleet.fence(run.caller, silent)
+        plan = frozen(run, slot)
+    return plan
+
+
+def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
+    """The members of this round from the fleet as last observed, or why it can not run."""
+    assert run.sender.status is not None
+    spec = run.ledger.spec
+    return freeze(
+        list(run.fleet.engines.values()),
+        mode=spec["transport"]["mode"],
+        assert_mixed=bool(spec["transport"].get("assertMixed")),
+        backend=spec["transport"]["backend"],
+        train=train_devices((spec.get("trainer") or {}).get("gpus")),
+        sender=run.sender.status,
+        total_bytes=slot.total_bytes,
+        verify=spec["sync"]["verify"],
+        max_unavailable=spec["sync"]["maxUnavailable"],
+    )
 
 
 async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bool:
