@@ -6,6 +6,7 @@ Invariant: whatever fails here leaves every engine as it was; what is frozen is 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
@@ -22,6 +23,8 @@ from rlfleet.plan.transport import Refusal
 if TYPE_CHECKING:
     from rlfleet.control.rounds.closing import Closing
     from rlfleet.control.rounds.executor import Executor
+
+log = logging.getLogger(__name__)
 
 #: How often gates that are silent at Planned are asked again before that counts.
 ASKED_AGAIN = 3
@@ -106,6 +109,7 @@ async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan |
         enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason is not Reason.GATES_UNREACHABLE
         if not silent or enough:
             break
+        log.info("%d silent gates are asked again: %s", len(silent), ", ".join(silent[:8]))
         await asyncio.sleep(0.3)
         await run.fleet.read_pods()
         await run.fleet.fence(run.caller, silent)
