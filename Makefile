@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 NODES ?= 4
+MINUTES ?= 10
 PROVIDER ?= local
 UV_VERSION := 0.13.9
 VENV := .venv
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
 
-.PHONY: help venv demo test fault cluster cluster-down generate verify lock bench clean
+.PHONY: help venv demo test fault soak cluster cluster-down generate verify lock bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,7 +38,10 @@ test: $(STAMP) ## all tests that need no root
 	@$(BIN)/python -m pytest
 
 fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model (hours; ARGS="-k ..." for a part)
-	@$(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)
+	@RLFLEET_FAULT_REPORT=.fault/report.json $(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)
+
+soak: $(STAMP) ## random faults for MINUTES=10, invariants checked all the time, memory flat (SEED=n for the same faults)
+	@$(BIN)/python -m tests.fault.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 cluster: $(STAMP) ## local control plane and NODES=4 hollow nodes; writes .cluster/kubeconfig
 	@$(BIN)/python -m e2e.cluster up --provider $(PROVIDER) --nodes $(NODES)

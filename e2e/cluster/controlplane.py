@@ -129,6 +129,15 @@ class ControlPlane:
             if process is not None:
                 processes.stop([process], grace_seconds=_STOP_SECONDS)
 
+    def restart(self, name: str) -> None:
+        """SIGKILL to a program, and the same command again. Whoever needs it finds it at the same port."""
+        process = self.process(name)
+        command = processes.command(process) if process is not None else []
+        if process is None or not command:
+            raise ClusterError(f"{name} does not run, so it can not be restarted")
+        processes.kill(process)
+        self.run(name, *command[1:])
+
     def process(self, name: str) -> Process | None:
         """The recorded process of a program, running or not."""
         return processes.load(self._state / "run" / f"{name}.json")

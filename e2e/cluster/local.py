@@ -159,6 +159,23 @@ class LocalCluster:
             names.append(_HOLLOW)
         return {name: processes.load(self.state / "run" / f"{name}.json") for name in names}
 
+    def restart(self, program: str, *, seconds: float = 60.0) -> None:
+        """kill -9 to etcd, kube-apiserver, kube-controller-manager or kube-scheduler and start it again.
+
+        Returns when the apiserver is ready. What the killed program had acknowledged is kept.
+        """
+        record = self._require()
+        ControlPlane(self.state, {program: self.program(program)}, record.mark).restart(program)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.kubectl("get", "--raw", "/readyz", timeout=10)
+                return
+            except (ClusterError, subprocess.TimeoutExpired) as error:
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"not ready {seconds:g} s after {program} was killed: {error}") from error
+            time.sleep(0.1)
+
     def install(self) -> None:
         """Applies the CRDs and what the chart renders (again), and writes the operator's kubeconfig."""
         crds = sorted((ROOT / "crds").glob("*.yaml"))

@@ -97,6 +97,19 @@ def stop(processes: Iterable[Process], *, grace_seconds: float) -> None:
             time.sleep(0.02)
 
 
+def kill(process: Process) -> None:
+    """SIGKILL to the process alone; returns when it is gone."""
+    while process.alive():
+        _kill(process.pid, signal.SIGKILL)
+        time.sleep(0.01)
+        _reap(process.pid)
+
+
+def command(process: Process) -> list[str]:
+    """The command line of a running process; empty for one that is gone."""
+    return [word.decode() for word in _read(process.pid, "cmdline").split(b"\0")[:-1]] if process.alive() else []
+
+
 def marked(mark: str) -> list[int]:
     """Pids of all running processes whose environment carries this cluster's mark."""
     needle = f"{CLUSTER_MARK}={mark}".encode()

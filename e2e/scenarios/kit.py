@@ -71,8 +71,8 @@ class Operator:
         self.process: subprocess.Popen[bytes] | None = None
         self.log = folder / "operator.log"
 
-    def start(self) -> None:
-        """Start it and wait until it is ready."""
+    def start(self, *, wait: bool = True) -> None:
+        """Start it and wait until it is ready; without ``wait`` it may as well die at once."""
         self.folder.mkdir(parents=True, exist_ok=True)
         env = {
             **os.environ,
@@ -94,7 +94,8 @@ class Operator:
                 cwd=self.folder,
                 start_new_session=True,
             )
-        wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
+        if wait:
+            wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
 
     def ready(self) -> bool:
         """Its /readyz answers 200."""

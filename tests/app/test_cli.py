@@ -75,6 +75,7 @@ def test_switches_and_lists() -> None:
         (("--lease-seconds", "3601"), "must be at most 3600"),
         (("--lease-name", ""), "must not be empty"),
         (("--watch-namespaces", "a,B_c"), "'B_c' is no namespace's name"),
+        (("--peer-proxy", "proxy:3128"), r"--peer-proxy \(RLFLEET_PEER_PROXY\) must be an http:// URL"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_name(

@@ -12,7 +12,7 @@ import pytest
 from e2e.cluster.local import LocalCluster
 from rlfleet.client import Client, SyncResult
 from tests.client.fleet import INCARNATION, SECONDS, Fleet
-from tests.client.proxy import Proxy
+from tests.fault.proxy import FaultProxy
 
 Sync = Callable[..., "Future[SyncResult]"]
 
@@ -34,14 +34,14 @@ def client(cluster: LocalCluster, fleet: Fleet) -> Iterator[Client]:
 
 
 @pytest.fixture
-def proxy(cluster: LocalCluster, tmp_path: Path) -> Iterator[Proxy]:
+def proxy(cluster: LocalCluster, tmp_path: Path) -> Iterator[FaultProxy]:
     """A misbehaving way to the apiserver."""
-    with Proxy(cluster.kubeconfig, tmp_path) as made:
+    with FaultProxy(cluster.kubeconfig, tmp_path, name="trainer") as made:
         yield made
 
 
 @pytest.fixture
-def proxied(proxy: Proxy, fleet: Fleet) -> Iterator[Client]:
+def proxied(proxy: FaultProxy, fleet: Fleet) -> Iterator[Client]:
     """A client that talks through ``proxy``."""
     with Client(fleet.namespace, "demo", proxy.kubeconfig) as made:
         yield made

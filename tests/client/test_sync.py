@@ -8,7 +8,7 @@ from rlfleet.api import labels, naming
 from rlfleet.client import Client, SenderNotReady, SyncFailed, SyncRefused, SyncTimeout, WaitTimeout
 from tests.client.conftest import Sync
 from tests.client.fleet import DIGEST, INCARNATION, KEY, OTHER, SECONDS, Fleet
-from tests.client.proxy import Proxy
+from tests.fault.proxy import Fault, FaultProxy, Rule, Watching
 
 pytestmark = pytest.mark.cluster
 
@@ -48,29 +48,31 @@ def test_sync_creates_the_round_and_returns_what_it_brought(fleet: Fleet, client
     assert told[-1][0] == "Succeeded"
 
 
-def test_a_lost_create_answer_finds_the_same_round(fleet: Fleet, proxy: Proxy, proxied: Client, sync: Sync) -> None:
-    proxy.lose_creates = 1
+def test_a_lost_create_answer_finds_the_same_round(
+    fleet: Fleet, proxy: FaultProxy, proxied: Client, sync: Sync
+) -> None:
+    lost = proxy.strike(Rule(lambda call: call.method == "POST", Fault.DROP))
     running = sync(proxied, 1)
     (made,) = fleet.wait_rounds()
     fleet.succeed(made["metadata"]["name"])
     assert running.result(SECONDS).round == made["metadata"]["name"]
-    assert proxy.lose_creates == 0
-    assert proxy.calls.count("POST") == 2
+    assert lost.struck == 1
+    assert [call.method for call in proxy.journal.calls].count("POST") == 2
     assert len(fleet.rounds()) == 1
 
 
-def test_transient_errors_are_ridden_out(fleet: Fleet, proxy: Proxy, proxied: Client, sync: Sync) -> None:
-    proxy.busy = 3
+def test_transient_errors_are_ridden_out(fleet: Fleet, proxy: FaultProxy, proxied: Client, sync: Sync) -> None:
+    busy = proxy.strike(Rule(lambda call: True, Fault.BUSY, times=3))
     running = sync(proxied, 1)
     (made,) = fleet.wait_rounds()
     fleet.succeed(made["metadata"]["name"])
     assert running.result(SECONDS).version == 1
-    assert proxy.busy == 0
+    assert busy.struck == 3
 
 
-@pytest.mark.parametrize("how", ["no_watch", "cut_watches"])
-def test_without_watches_it_polls(how: str, fleet: Fleet, proxy: Proxy, proxied: Client, sync: Sync) -> None:
-    setattr(proxy, how, True)
+@pytest.mark.parametrize("how", [Watching.FORBID, Watching.CLOSE])
+def test_without_watches_it_polls(how: Watching, fleet: Fleet, proxy: FaultProxy, proxied: Client, sync: Sync) -> None:
+    proxy.set_watching(how, "syncrounds", "rlpipelines")
     running = sync(proxied, 1)
     (made,) = fleet.wait_rounds()
     fleet.succeed(made["metadata"]["name"])

@@ -1,75 +1,59 @@
-"""One fleet behind a fault proxy for the whole module: points of a sweep are successive versions, not new fleets."""
+"""Stands for tests with faults, and the report of the sweeps at the end of a run."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.conftest import fleet, operator
-from e2e.scenarios.kit import Fleet, Operator
-from tests.fault.proxy import FaultProxy
+from tests.fault.stand import Stand
+from tests.fault.sweep import Report
 
-ENGINES = 2
-__all__ = ["Stand", "fleet", "operator", "stand"]
+__all__ = ["fleet", "make_stand", "operator", "report", "stand"]
 
-
-@dataclass
-class Stand:
-    """Operator, proxy, fleet, and the versions used so far."""
-
-    operator: Operator
-    proxy: FaultProxy
-    fleet: Fleet
-    pods: list[dict[str, Any]]
-    version: int = 0
-
-    def next_version(self) -> int:
-        """A version that nobody has published yet."""
-        self.version += 1
-        return self.version
-
-    def restart(self) -> None:
-        """A new operator process, without a fault."""
-        self.proxy.watch()
-        self.operator.kill()
-        self.operator.start()
+#: Where the sweeps keep what they tried (`make fault` sets it); without it nothing is kept.
+REPORT = os.environ.get("RLFLEET_FAULT_REPORT")
+_REPORT = pytest.StashKey[Report]()
 
 
 @pytest.fixture(scope="module")
 def stand(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """A fleet of numpy engines whose base is committed, driven through the proxy."""
-    folder = tmp_path_factory.mktemp("fault")
-    operator = Operator(cluster, folder / "operator")
+    """A fleet of two numpy engines whose base is committed."""
+    with Stand(cluster, tmp_path_factory.mktemp("stand")) as made:
+        yield made
 
-    def kill() -> None:
-        assert operator.process is not None
-        operator.process.kill()
-        operator.process.wait()
 
-    namespace = f"t-{uuid.uuid4().hex[:10]}"
-    cluster.kubectl("create", "namespace", namespace)
-    for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-        cluster.kubectl("wait", "--for=create", thing, f"--namespace={namespace}", "--timeout=60s")
-    with FaultProxy(cluster.operator_kubeconfig, folder, kill) as proxy:
-        operator.env["RLFLEET_KUBECONFIG"] = str(proxy.kubeconfig)
-        operator.start()
-        try:
-            fleet = Fleet(cluster, namespace)
-            fleet.pipeline(
-                sync={"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}}, historyLimit=3
-            )
-            fleet.pool(ENGINES)
-            fleet.trainer()
-            pods = fleet.ready_engines(ENGINES)
-            base = fleet.sync(-1, seed=100)
-            assert base["status"]["phase"] == "Succeeded", base["status"]
-            yield Stand(operator, proxy, fleet, pods)
-        finally:
-            operator.kill()
-            cluster.kubectl("delete", "namespace", namespace, "--wait=false")
-            cluster.kubectl("delete", "pods", "--all", f"--namespace={namespace}", "--wait=false")
+@pytest.fixture
+def make_stand(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Stand]]:
+    """Makes stands of the test's own; they are gone at its end."""
+    made: list[Stand] = []
+
+    def make(**options: Any) -> Stand:
+        made.append(Stand(cluster, tmp_path / f"stand-{len(made)}", **options).__enter__())
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def report(request: pytest.FixtureRequest) -> Report:
+    """What all sweeps of this run, and of earlier ones with the same report file, tried."""
+    found = Report(Path(REPORT) if REPORT else None)
+    request.config.stash[_REPORT] = found
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The sweeps' totals, for people."""
+    found = config.stash.get(_REPORT, None)
+    if found is not None and found.scenarios:
+        terminalreporter.section("sweeps")
+        for line in found.lines():
+            terminalreporter.write_line(line)

@@ -1,59 +1,148 @@
-"""A proxy between one operator and the apiserver that strikes at the n-th write of a round.
+"""A proxy between one client and the apiserver, gates and senders, that counts calls and does scripted things to them.
 
-It counts writes to RLPipelines and SyncRounds (the durable record of rounds; what pools, events and health write is
-passed on uncounted) and does one scripted thing to one of them: the operator dies before or after it, it is refused,
-or it is carried out and its answer lost.
+Two listeners, because the two ways differ: the apiserver's (``kubeconfig`` leads there) adds the client's credentials
+to every call; the other one (``peer_url``) is a plain HTTP forward proxy for RLFLEET_PEER_PROXY. Each client has a
+proxy of its own; proxies of one stand share a journal.
+
+Invariant: what is forwarded is forwarded whole and answered unchanged unless a rule says otherwise; events of a watch
+are never reordered, and none is left out without the stream being ended, as the real apiserver promises.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import yaml
 from aiohttp import web
 
 from rlfleet.client import credentials
+from tests.fault.calls import Call, Journal
 
 _START_SECONDS = 30.0
-_WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_COUNTED = ("/rlpipelines/", "/syncrounds/")
+#: Transports close in the turns of the loop after they were told to.
+_CLOSE_SECONDS = 0.1
+#: A call that hangs at its server is given up then; its client has given up long before.
+_PEER_SECONDS = 60.0
+_PARSED_BYTES = 256 * 2**10
+#: Writes to these are what ``arm`` counts: the durable record of rounds.
+_RECORD = ("/rlpipelines/", "/syncrounds/")
 
 
 class Fault(StrEnum):
-    """What happens to the write."""
+    """What happens to a call."""
 
-    KILL_BEFORE = "kill-before"  # the operator dies, and the write never reaches the apiserver
-    KILL_AFTER = "kill-after"  # the write is carried out, and the operator dies before it learns of it
+    KILL_BEFORE = "kill-before"  # the client dies, and the call never arrives
+    KILL_AFTER = "kill-after"  # the call is carried out, and the client dies before it learns of it
+    FREEZE_BEFORE = "freeze-before"  # the client is stopped; the call arrives when it is thawed
+    FREEZE_AFTER = "freeze-after"  # the call is carried out; the answer waits for the client to be thawed
     CONFLICT = "409"
+    INVALID = "422"
+    THROTTLED = "429"  # with Retry-After: 1
     ERROR = "500"  # refused without effect, but the client can not know that
     BUSY = "503"
+    TIMEOUT = "504"  # carried out, and answered 504
+    RESET = "reset"  # the connection breaks, and the call never arrives
     DROP = "drop"  # carried out, and the connection breaks instead of an answer
+    TRUNCATE = "truncate"  # carried out, and the connection breaks in the middle of the answer
+    DELAY = "delay"  # carried out late
+
+
+class Watching(StrEnum):
+    """What happens to watch streams of one kind."""
+
+    PASS = "pass"
+    HOLD = "hold"  # events (bookmarks too) wait until the mode changes: a stale view
+    CLOSE = "close"  # streams end, and new ones end at once
+    GONE = "gone"  # streams end with ERROR 410, new ones at once
+    FORBID = "forbid"  # new streams are refused with 403
+
+
+_REASONS = {
+    403: "Forbidden",
+    409: "Conflict",
+    422: "Invalid",
+    429: "TooManyRequests",
+    503: "ServiceUnavailable",
+    504: "Timeout",
+}
+_CARRIED_OUT = frozenset({Fault.KILL_AFTER, Fault.FREEZE_AFTER, Fault.TIMEOUT, Fault.DROP, Fault.TRUNCATE})
+
+
+@dataclass(slots=True)
+class Rule:
+    """``fault`` strikes calls that ``when`` accepts: ``times`` of them (0: all), after the first ``skip``."""
+
+    when: Callable[[Call], bool]
+    fault: Fault
+    times: int = 1
+    skip: int = 0
+    seconds: float = 0.0
+    seen: int = 0
+    struck: int = 0
+
+    def strikes(self, call: Call) -> bool:
+        """Count the call; whether it is struck."""
+        if (self.times and self.struck >= self.times) or not self.when(call):
+            return False
+        self.seen += 1
+        if self.seen <= self.skip:
+            return False
+        self.struck += 1
+        return True
+
+
+def at(point: str) -> Callable[[Call], bool]:
+    """Accepts the call with this ``Call.point``."""
+    return lambda call: call.point == point
+
+
+def nothing() -> None:
+    """For clients that no rule kills or freezes."""
+    raise AssertionError("this client can not be killed or frozen")
 
 
 class FaultProxy:
     """Forwards to the apiserver of ``kubeconfig`` with its credentials; ``self.kubeconfig`` leads here.
 
-    ``kill``: called from the proxy's thread to end the operator at once; it must not return before it is dead.
+    ``kill`` and ``freeze`` are called from the proxy's thread to end or stop the client at once; ``kill`` must not
+    return before it is dead. After ``freeze`` the call goes on once ``thaw`` was called.
     """
 
-    def __init__(self, kubeconfig: Path, folder: Path, kill: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        folder: Path,
+        kill: Callable[[], None] = nothing,
+        *,
+        freeze: Callable[[], None] = nothing,
+        journal: Journal | None = None,
+        name: str = "operator",
+    ) -> None:
         self._access = credentials.find(kubeconfig)
         self._kill = kill
-        self.kubeconfig = folder / "fault-proxy.kubeconfig"
+        self._freeze = freeze
+        self.name = name
+        self.journal = journal if journal is not None else Journal()
+        self.kubeconfig = folder / f"fault-proxy-{name}.kubeconfig"
+        self.peer_url = ""
         self.fired = threading.Event()
-        self.writes: list[str] = []
-        self._fault: Fault | None = None
-        self._at = 0
-        self._every = False
-        self._refuse_all = False
-        self._seen = 0
+        self.struck: list[Call] = []
+        self.rules: list[Rule] = []
+        self.watching: dict[str, Watching] = {}
+        self._thawed = threading.Event()
+        self._outage = False
+        self._streams: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
@@ -63,29 +152,49 @@ class FaultProxy:
 
     def watch(self) -> None:
         """Count from zero, without a fault."""
-        self._fault, self._at, self._every, self._seen, self.writes = None, 0, False, 0, []
+        self.rules, self.struck = [], []
+        self.journal.reset()
         self.fired.clear()
 
+    def strike(self, rule: Rule) -> Rule:
+        """Add a rule; ``fired`` is set when any has struck."""
+        self.fired.clear()
+        self.rules = [*self.rules, rule]
+        return rule
+
     def arm(self, fault: Fault, at: int) -> None:
-        """Strike once, at the ``at``-th write from now (1: the next)."""
+        """Strike once, at the ``at``-th write of the record of rounds from now (1: the next)."""
         self.watch()
-        self._at, self._fault = at, fault
+        self.strike(Rule(of_record, fault, skip=at - 1))
 
     def arm_every_other(self, fault: Fault) -> None:
-        """Strike at the first, third, fifth ... write from now: every write is struck once and then repeated."""
+        """Strike the first, third, fifth ... write of the record: every write is struck once and then repeated."""
         self.watch()
-        self._every, self._fault = True, fault
+        seen = 0
+
+        def odd(call: Call) -> bool:
+            nonlocal seen
+            seen += of_record(call)
+            return of_record(call) and seen % 2 == 1
+
+        self.strike(Rule(odd, fault, times=0))
 
     def outage(self, down: bool) -> None:
-        """While ``down`` every call is answered 503."""
-        self._refuse_all = down
+        """While ``down`` every call to the apiserver is answered 503."""
+        self._outage = down
 
-    def _due(self) -> Fault | None:
-        if self._fault is None:
-            return None
-        if self._every:
-            return self._fault if self._seen % 2 == 1 else None
-        return self._fault if self._seen == self._at else None
+    def thaw(self) -> None:
+        """The client runs again: calls that froze it go on."""
+        self._thawed.set()
+
+    def set_watching(self, mode: Watching, *plurals: str) -> None:
+        """Change what happens to watch streams of these kinds."""
+        self.watching = {**self.watching, **dict.fromkeys(plurals, mode)}
+
+    @property
+    def writes(self) -> list[str]:
+        """Writes to the record of rounds since ``watch``."""
+        return [f"{c.label} {json.dumps(c.body)[:400]}" for c in list(self.journal.calls) if of_record(c)]
 
     # ------------------------------------------------------------------------------------------ serving
 
@@ -99,22 +208,37 @@ class FaultProxy:
     ) -> None:
         assert self._loop is not None
         assert self._stop is not None
+        self._thawed.set()
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_START_SECONDS)
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_route("*", "/{path:.*}", self._answer)
         connector = aiohttp.TCPConnector(ssl=self._access.tls or True, limit=0)
-        async with aiohttp.ClientSession(connector=connector) as self._session:
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self._write_kubeconfig(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        async with (
+            aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._session,
+            # A connection per call: one that is kept would outlive the gate at its other end.
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as self._peers,
+        ):
+            runners = []
+            for handler in (self._api, self._peer):
+                app = web.Application(client_max_size=1024 * 2**20)
+                app.router.add_route("*", "/{path:.*}", handler)
+                runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                runners.append(runner)
+            api, peer = (runner.addresses[0][1] for runner in runners)
+            self._write_kubeconfig(f"http://127.0.0.1:{api}")
+            self.peer_url = f"http://127.0.0.1:{peer}"
             self._started.set()
             await self._stop.wait()
-            await runner.cleanup()
+            for task in self._streams:
+                task.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+            for runner in runners:
+                await runner.cleanup()
+        await asyncio.sleep(_CLOSE_SECONDS)
 
     def _write_kubeconfig(self, server: str) -> None:
         named = {"name": "proxy"}
@@ -128,41 +252,98 @@ class FaultProxy:
         }
         self.kubeconfig.write_text(yaml.safe_dump(content))
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if self._refuse_all:
-            return self._refusal(503, "ServiceUnavailable")
-        if request.method not in _WRITES or not any(kind in request.path for kind in _COUNTED):
-            return await self._forward(request)
-        self._seen += 1
-        self.writes.append(f"{request.method} {request.path.rsplit('/', 3)[-3:]} {(await request.read())[:400]!r}")
-        fault = self._due()
-        if fault is None:
-            return await self._forward(request)
-        if fault is Fault.KILL_BEFORE:
-            self._kill()
-            return self._cut(request)
-        if fault in (Fault.KILL_AFTER, Fault.DROP):
-            status = await self._carry_out(request)
-            assert status < 300, f"the write to be lost was refused: {status}"
-            if fault is Fault.KILL_AFTER:
-                self._kill()
-            return self._cut(request)
-        self.fired.set()
-        return self._refusal(int(fault.value), "Conflict" if fault is Fault.CONFLICT else "InternalError")
+    async def _api(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        call = self.journal.begin_api(self.name, request.method, request.path, request.query, _json(raw))
+        if self._outage:
+            call.fault = "outage"
+            self.journal.end(call)
+            return self._refusal(call, 503)
+        if request.query.get("watch") in ("true", "1"):
+            return await self._stream(request, call)
+        return await self._answer(request, call, raw)
 
-    def _cut(self, request: web.Request) -> web.Response:
+    async def _peer(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        call = self.journal.begin_peer(self.name, request.method, str(request.url), _json(raw))
+        return await self._answer(request, call, raw)
+
+    async def _answer(self, request: web.Request, call: Call, raw: bytes) -> web.StreamResponse:
+        rule = next((r for r in self.rules if r.strikes(call)), None)
+        try:
+            return (
+                await self._forward(request, call, raw) if rule is None else await self._fail(request, call, raw, rule)
+            )
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return self._cut(request)  # the server is not there, or does not answer
+        finally:
+            self.journal.end(call)
+
+    async def _fail(self, request: web.Request, call: Call, raw: bytes, rule: Rule) -> web.StreamResponse:
+        fault = rule.fault
+        call.fault = fault.value
+        self.struck = [*self.struck, call]
+        try:
+            if fault is Fault.DELAY:
+                await asyncio.sleep(rule.seconds)
+                return await self._forward(request, call, raw)
+            if fault is Fault.FREEZE_BEFORE:
+                await self._frozen()
+                return await self._forward(request, call, raw)
+            if fault is Fault.KILL_BEFORE:
+                await asyncio.to_thread(self._kill)
+                return self._cut(request)
+            if fault is Fault.RESET:
+                return self._cut(request)
+            if fault not in _CARRIED_OUT:
+                return self._refusal(call, int(fault.value))
+            status, headers, body = await self._carry_out(request, call, raw)
+            if fault is Fault.KILL_AFTER:
+                await asyncio.to_thread(self._kill)
+            if fault is Fault.FREEZE_AFTER:
+                await self._frozen()
+                return web.Response(status=status, headers=headers, body=body)
+            if fault is Fault.TIMEOUT:
+                return self._refusal(call, 504)
+            if fault is Fault.TRUNCATE:
+                response = web.StreamResponse(status=status, headers=headers | {"Content-Length": str(len(body))})
+                await response.prepare(request)
+                await response.write(body[: len(body) // 2])
+            return self._cut(request)
+        finally:
+            self.fired.set()
+
+    async def _frozen(self) -> None:
+        self._thawed.clear()
+        await asyncio.to_thread(self._freeze)
         self.fired.set()
+        await asyncio.to_thread(self._thawed.wait)
+
+    @staticmethod
+    def _cut(request: web.Request) -> web.Response:
         if request.transport is not None:
             request.transport.abort()
         return web.Response()
 
     @staticmethod
-    def _refusal(code: int, reason: str) -> web.Response:
-        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
-        return web.json_response(body | {"message": f"scripted {code}"}, status=code)
+    def _refusal(call: Call, code: int) -> web.Response:
+        headers = {"Retry-After": "1"} if code == 429 else {}
+        if call.lane == "peer":
+            body: Any = {"reason": "Busy", "message": f"scripted {code}"} if code == 409 else f"scripted {code}"
+            return web.json_response(body, status=code, headers=headers)
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code}
+        status |= {"reason": _REASONS.get(code, "InternalError"), "message": f"scripted {code}"}
+        return web.json_response(status, status=code, headers=headers)
 
-    def _call(self, request: web.Request, data: bytes) -> aiohttp.client._RequestContextManager:
-        headers = {k: v for k, v in request.headers.items() if k.lower() in ("content-type", "accept")}
+    def _call(self, request: web.Request, data: bytes, lane: str) -> aiohttp.client._RequestContextManager:
+        wanted = ("content-type", "accept", "authorization") if lane == "peer" else ("content-type", "accept")
+        headers = {k: v for k, v in request.headers.items() if k.lower() in wanted}
+        if lane == "peer":
+            timeout = aiohttp.ClientTimeout(total=_PEER_SECONDS, connect=2)
+            body = io.BytesIO(data) if data else None  # a large one as bytes earns a warning
+            return self._peers.request(
+                request.method, request.url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            )
         if (authorization := self._access.authorization()) is not None:
             headers["Authorization"] = authorization
         return self._session.request(
@@ -173,19 +354,92 @@ class FaultProxy:
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
-    async def _carry_out(self, request: web.Request) -> int:
-        async with self._call(request, await request.read()) as answer:
-            await answer.read()
-            return answer.status
+    async def _carry_out(self, request: web.Request, call: Call, raw: bytes) -> tuple[int, dict[str, str], bytes]:
+        async with self._call(request, raw, call.lane) as answer:
+            body = await answer.read()
+            call.status = answer.status
+            if call.lane == "peer" or not call.read:
+                call.answer = _json(body)
+            return answer.status, _kept(answer), body
 
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
-        async with self._call(request, await request.read()) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() in ("content-type", "date", "retry-after")}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            try:
+    async def _forward(self, request: web.Request, call: Call, raw: bytes) -> web.StreamResponse:
+        status, headers, body = await self._carry_out(request, call, raw)
+        return web.Response(status=status, headers=headers, body=body)
+
+    async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """One watch, line by line."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        try:
+            if self.watching.get(call.plural) is Watching.FORBID:
+                return self._refusal(call, 403)
+            async with self._call(request, b"", "api") as answer:
+                call.status = answer.status
+                if answer.status != 200:
+                    return web.Response(status=answer.status, headers=_kept(answer), body=await answer.read())
+                response = web.StreamResponse(headers=_kept(answer))
                 await response.prepare(request)
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-            except (ConnectionError, aiohttp.ClientError):
-                return response  # the operator is gone, or ended its watch
-            return response
+                await self._lines(request, call, answer, response)
+        except (ConnectionError, aiohttp.ClientError):
+            pass  # the client is gone, or the server is
+        finally:
+            self._streams.discard(task)
+            self.journal.end(call)
+        return response
+
+    async def _lines(
+        self, request: web.Request, call: Call, answer: aiohttp.ClientResponse, response: web.StreamResponse
+    ) -> None:
+        pending = b""
+        chunk: asyncio.Task[bytes] | None = None
+        try:
+            while request.transport is not None and not request.transport.is_closing():
+                mode = self.watching.get(call.plural, Watching.PASS)
+                if mode is Watching.CLOSE:
+                    return
+                if mode is Watching.GONE:
+                    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410}
+                    status |= {"reason": "Expired", "message": "too old resource version"}
+                    await response.write(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
+                    return
+                if mode is not Watching.HOLD and b"\n" in pending:
+                    whole, _, pending = pending.rpartition(b"\n")
+                    await response.write(whole + b"\n")
+                if chunk is None:
+                    chunk = asyncio.ensure_future(answer.content.readany())
+                # A short wait, so that a changed mode and a dead client are noticed on a quiet stream.
+                await asyncio.wait({chunk}, timeout=0.1)
+                if chunk.done():
+                    data = chunk.result()
+                    chunk = None
+                    if not data:
+                        break
+                    pending += data
+            if self.watching.get(call.plural, Watching.PASS) is Watching.PASS and pending:
+                await response.write(pending)
+        finally:
+            if chunk is not None:
+                chunk.cancel()
+                with suppress(asyncio.CancelledError, aiohttp.ClientError, ConnectionError):
+                    await chunk
+
+
+def of_record(call: Call) -> bool:
+    """A write to an RLPipeline or SyncRound."""
+    return call.lane == "api" and not call.read and any(kind in call.path for kind in _RECORD)
+
+
+def _kept(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    wanted = ("content-type", "date", "retry-after", "content-encoding")
+    return {k: v for k, v in answer.headers.items() if k.lower() in wanted}
+
+
+def _json(raw: bytes) -> Any:
+    if not raw or len(raw) > _PARSED_BYTES:
+        return None
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None

@@ -69,6 +69,9 @@ class Settings:
     api_burst: int = _setting(100, "RLFLEET_API_BURST", "calls to the apiserver at once", minimum=1)
     api_timeout: float = _setting(10.0, "RLFLEET_API_TIMEOUT", "seconds for one call to the apiserver", minimum=0.1)
     router_timeout: float = _setting(5.0, "RLFLEET_ROUTER_TIMEOUT", "seconds for one change at a router", minimum=0.1)
+    peer_proxy: str = _setting(
+        "", "RLFLEET_PEER_PROXY", "http:// URL of a forward proxy for calls to gates and senders; empty: none"
+    )
     poll_seconds: float = _setting(5.0, "RLFLEET_POLL_SECONDS", "seconds between looks at idle gates", minimum=0.1)
     boot_poll_seconds: float = _setting(
         1.0, "RLFLEET_BOOT_POLL_SECONDS", "seconds between looks at gates of starting engines", minimum=0.05
@@ -103,6 +106,8 @@ class Settings:
         for name in self.watch_namespaces:
             if not _NAMESPACE.fullmatch(name):
                 raise SettingsError(f"--watch-namespaces (RLFLEET_WATCH_NAMESPACES): {name!r} is no namespace's name")
+        if self.peer_proxy and not self.peer_proxy.startswith("http://"):
+            raise SettingsError("--peer-proxy (RLFLEET_PEER_PROXY) must be an http:// URL")
         self.health_address()
 
     def timing(self) -> Timing:

@@ -88,16 +88,22 @@ class Silent(PeerError):
 
 
 class Peers:
-    """The operator's client for gates and senders. Close it when done."""
+    """The operator's client for gates and senders. Close it when done.
 
-    def __init__(self, signer: Signer, guard: Guard) -> None:
+    ``proxy``: URL of an HTTP forward proxy that every call goes through, for an operator outside of the pod network.
+    A proxy's own error is no word of a peer: it is taken as silence.
+    """
+
+    def __init__(self, signer: Signer, guard: Guard, *, proxy: str | None = None) -> None:
         self._signer = signer
         self._guard = guard
+        self._proxy = proxy
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No cookie jar, no proxies from the environment: peers are pod addresses.
+            # No cookie jar, no proxies from the environment: peers are pod addresses, and a cluster's proxy for the
+            # outside world is not the way to them.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, limit_per_host=8, keepalive_timeout=15),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -163,6 +169,7 @@ class Peers:
                 headers={"Authorization": f"Bearer {token}"},
                 timeout=aiohttp.ClientTimeout(total=seconds, connect=min(seconds, 2.0)),
                 allow_redirects=False,
+                proxy=self._proxy,
             ) as response:
                 raw = await response.content.read(MAX_REPORT_BYTES)
                 if response.status >= 300:

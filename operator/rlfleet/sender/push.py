@@ -40,9 +40,17 @@ class _Outcome:
 
 
 async def push(
-    weights: Weights, order: wire.PushOrder, operation: str, *, stall_seconds: float = STALL_SECONDS
+    weights: Weights,
+    order: wire.PushOrder,
+    operation: str,
+    *,
+    stall_seconds: float = STALL_SECONDS,
+    proxy: str | None = None,
 ) -> dict[str, object]:
-    """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline."""
+    """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline.
+
+    ``proxy``: URL of an HTTP forward proxy on the way to the gates.
+    """
     manifest = weights.manifest.model_dump_json(by_alias=True).encode()
     outcomes = {target.engine: _Outcome() for target in order.targets}
     # One connection per gate and no pool limits: a slow gate must not stand in the way of another.
@@ -58,7 +66,7 @@ async def push(
             outcome = outcomes[target.engine]
             try:
                 async with asyncio.timeout(order.deadline_seconds):
-                    await _to_gate(session, weights, manifest, target, operation, outcome, stall_seconds)
+                    await _to_gate(session, weights, manifest, target, operation, outcome, stall_seconds, proxy)
                 outcome.ok = True
             except TimeoutError:
                 outcome.error = f"not done within {order.deadline_seconds:g} s (DeadlineExceeded)"
@@ -80,15 +88,16 @@ async def _to_gate(
     operation: str,
     outcome: _Outcome,
     stall_seconds: float,
+    proxy: str | None,
 ) -> None:
     base = f"{target.url.rstrip('/')}/v1/staging/{operation}"
     headers = {"Authorization": f"Bearer {target.token}"}
-    await _put(session, f"{base}/manifest", memoryview(manifest), headers, "application/json", stall_seconds)
+    await _put(session, f"{base}/manifest", memoryview(manifest), headers, "application/json", stall_seconds, proxy)
     if not target.buckets:
         return
     for index in range(len(weights.buckets)):
         view = weights.view(index)
-        await _put(session, f"{base}/buckets/{index}", view, headers, "application/octet-stream", stall_seconds)
+        await _put(session, f"{base}/buckets/{index}", view, headers, "application/octet-stream", stall_seconds, proxy)
         outcome.bytes += len(view)
 
 
@@ -99,6 +108,7 @@ async def _put(
     headers: dict[str, str],
     content_type: str,
     stall_seconds: float,
+    proxy: str | None,
 ) -> None:
     what = url.rsplit("/v1/staging/", 1)[1].partition("/")[2]
     loop = asyncio.get_running_loop()
@@ -118,6 +128,7 @@ async def _put(
                 # The gate can refuse before the bytes travel, and its refusal is not lost in a broken connection.
                 expect100=True,
                 allow_redirects=False,
+                proxy=proxy,
             ) as response:
                 raw = await response.content.read(_ERROR_BYTES)
                 if response.status != 200:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 import time
@@ -45,6 +46,8 @@ class WeightSender:
       Memory: two copies of the weights (one complete, one being built or spare), three with a second slot.
     - ``backends``: process group backends that this trainer can broadcast with, among "gloo" and "nccl".
     - ``devices``: (node name, GPU UUIDs) of the trainer, where known.
+    - ``peer_proxy``: ``http://`` URL of a forward proxy for pushes to gates, for a trainer outside of the pod network;
+      default: the environment's RLFLEET_PEER_PROXY, else none. Broadcasts do not go through it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class WeightSender:
         second_slot: bool = False,
         backends: Sequence[Literal["gloo", "nccl"]] = ("gloo",),
         devices: tuple[str, Sequence[str]] | None = None,
+        peer_proxy: str | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError("bucket_bytes must be at least 1")
@@ -65,8 +69,12 @@ class WeightSender:
             raise ValueError(f"backends: {unknown[0]!r} is not known; choose among gloo and nccl")
         if not pod_uid:
             raise ValueError("pod_uid is empty: give the pod's metadata.uid (downward API)")
+        proxy = os.environ.get("RLFLEET_PEER_PROXY", "") if peer_proxy is None else peer_proxy
+        if proxy and not proxy.startswith("http://"):
+            raise ValueError(f"peer_proxy (RLFLEET_PEER_PROXY): {proxy!r} is not an http:// URL")
         self.incarnation = uuid.uuid4().hex
         self.pod_uid = pod_uid
+        self._peer_proxy = proxy or None
         self._host = host
         self._port = port
         self._bucket_bytes = bucket_bytes
@@ -147,6 +155,7 @@ class WeightSender:
                 backends=self._backends,
                 capabilities=self._capabilities,
                 devices=self._devices,
+                peer_proxy=self._peer_proxy,
             )
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             await server.serve(listener)

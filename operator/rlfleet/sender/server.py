@@ -53,6 +53,7 @@ class Server:
         backends: tuple[str, ...],
         capabilities: tuple[str, ...],
         devices: wire.DeviceReport,
+        peer_proxy: str | None = None,
     ) -> None:
         self._pod_uid = pod_uid
         self._incarnation = incarnation
@@ -62,6 +63,7 @@ class Server:
         self._backends = backends
         self._capabilities = capabilities
         self._devices = devices
+        self._peer_proxy = peer_proxy
         self._operations = Operations(metrics.operation_ended)
         self._order = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -252,7 +254,7 @@ class Server:
             # From here on these bytes stay as they are, even if the hold ends while they travel.
             weights = stack.enter_context(self._slots.reading(order.manifest_digest))
             if isinstance(order, wire.PushOrder):
-                run: Run = functools.partial(push.push, weights, order, body.operation)
+                run: Run = functools.partial(push.push, weights, order, body.operation, proxy=self._peer_proxy)
             else:
                 try:
                     moving = broadcast.Broadcast(weights, order, self._backends)

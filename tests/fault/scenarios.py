@@ -1,0 +1,325 @@
+"""What the sweeps disturb: each scenario can be run again and again in one fleet and has an end that can be compared.
+
+An end state is canonical: it names no UID, time, fence, version or hash, only how these relate, so that the end of a
+disturbed run must equal the end of the undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from e2e.scenarios.kit import TERMINAL, Fleet, wait_until
+from tests.fault.stand import Stand
+
+State = dict[str, Any]
+Arm = Callable[[], None]
+
+_LIMIT = 180.0
+DISK = "update_weights_from_disk"
+
+
+class Scenario:
+    """``prepare`` brings the fleet to the start; ``begin`` calls ``arm`` when faults may strike and sets things going;
+    ``drive`` is called again and again until ``over``; ``end_state`` is what is compared."""
+
+    name = ""
+    #: How a Stand for it differs from the default.
+    stand_options: ClassVar[State] = {}
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.fleet: Fleet = stand.fleet
+
+    def prepare(self) -> None:
+        """Everybody serves what is committed."""
+        self.stand.wait_steady("the fleet to be steady before the next run")
+
+    def begin(self, arm: Arm) -> None:
+        """Set it going."""
+        raise NotImplementedError
+
+    def drive(self) -> None:
+        """What the environment does meanwhile."""
+
+    def over(self) -> bool:
+        """It has come to its end."""
+        raise NotImplementedError
+
+    def next_step(self) -> None:
+        """What the trainer does anyway after a run: the next version."""
+        plain_round(self.stand)
+
+    def end_state(self) -> State:
+        """Canonical; see the module."""
+        return fleet_state(self.stand)
+
+
+def plain_round(stand: Stand) -> None:
+    """One more version, undisturbed, which every engine takes over."""
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    done = stand.fleet.ended(stand.fleet.order(version))
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    stand.wait_steady("the fleet to be steady after a plain round")
+
+
+def fleet_state(stand: Stand) -> State:
+    """Engines, pools and pipeline as they relate to what is committed."""
+    fleet = stand.fleet
+    pipeline = fleet.status("rlpipeline", "p")
+    committed = pipeline.get("committed") or {}
+    digests = {d["digest"] for d in committed.get("engineDigests") or []}
+    engines = {}
+    for pod in fleet.engines():
+        paused = fleet.paused(pod)
+        engines[_engine(pod)] = {
+            "takesRequests": not paused,
+            "atCommitted": fleet.label(pod) == str(committed.get("version")) and fleet.checksum(pod) in digests,
+        }
+    pools = fleet.cluster.get("enginepools", "-n", fleet.namespace)["items"]
+    return {
+        "newestIsCommitted": committed.get("version") == stand.version,
+        "claimed": pipeline.get("activeOperation"),
+        "pipeline": _conditions(pipeline),
+        "counts": pipeline.get("engines"),
+        "engines": engines,
+        "pools": {p["metadata"]["name"]: _pool(p) for p in pools},
+        "finalizers": sorted(
+            r["metadata"]["name"]
+            for r in fleet.cluster.get("syncrounds", "-n", fleet.namespace)["items"]
+            if r["metadata"].get("finalizers")
+        ),
+    }
+
+
+def _engine(pod: State) -> str:
+    names = pod["metadata"]["labels"]
+    return f"{names['rlfleet.dev/pool']}-{names['rlfleet.dev/engine-index']}"
+
+
+def _pool(pool: State) -> State:
+    status = pool.get("status") or {}
+    return {
+        "conditions": _conditions(status),
+        "counts": status.get("counts"),
+        "replicas": status.get("replicas"),
+        "readyReplicas": status.get("readyReplicas"),
+        "states": {str(e["index"]): e["state"] for e in status.get("engines") or []},
+        "observed": status.get("observedGeneration") == pool["metadata"]["generation"],
+    }
+
+
+def _conditions(status: State) -> State:
+    return {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions") or []}
+
+
+class Round(Scenario):
+    """A serialized round of all engines."""
+
+    name = "round"
+
+    def __init__(self, stand: Stand) -> None:
+        super().__init__(stand)
+        self.round = ""
+
+    def order(self) -> None:
+        """Publish and order the next version."""
+        version = self.stand.next_version()
+        self.fleet.publish(version)
+        self.round = self.fleet.order(version)
+
+    def begin(self, arm: Arm) -> None:
+        arm()
+        self.order()
+
+    def phase(self) -> str:
+        """Phase of the round."""
+        return self.fleet.phase(self.round)
+
+    def ended(self) -> bool:
+        """The round is over, and its slot and finalizer are free."""
+        found = self.fleet.get("syncround", self.round)
+        return (
+            (found.get("status") or {}).get("phase") in TERMINAL
+            and not found["metadata"].get("finalizers")
+            and not self.fleet.status("rlpipeline", "p").get("activeOperation")
+        )
+
+    def ready(self) -> int:
+        """Ready engine pods."""
+        return int(self.fleet.status("enginepool", "e").get("readyReplicas") or 0)
+
+    def over(self) -> bool:
+        return self.ended() and self.ready() == self.stand.engines
+
+    def end_state(self) -> State:
+        status = self.fleet.status("syncround", self.round)
+        return super().end_state() | {
+            "round": status.get("phase"),
+            "members": sorted(m["result"] for m in status.get("members") or []),
+            "failure": (status.get("failure") or {}).get("reason"),
+        }
+
+
+class Mixed(Round):
+    """A round with serialized and broadcast members: torch engines, real process groups."""
+
+    name = "mixed-round"
+    stand_options: ClassVar[State] = {
+        "engines": 3,
+        "backend": "torch",
+        "pipeline": {
+            "transport": {"mode": "Auto", "backend": "gloo", "assertMixed": True},
+            "trainer": {"gpus": [{"node": "hollow-000", "devices": ["GPU-train-0"]}]},
+            "sync": {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 40}},
+        },
+        "pool": {
+            "placement": {
+                "mode": "Pinned",
+                "devices": [{"node": "hollow-000", "devices": ["GPU-train-0", "GPU-free-0", "GPU-free-1"]}],
+            }
+        },
+    }
+
+
+class Poisoned(Round):
+    """The load of one engine fails; it is replaced."""
+
+    name = "poisoned-engine"
+    stand_options: ClassVar[State] = {"engines": 3}
+
+    def prepare(self) -> None:
+        plain_round(self.stand)
+
+    def begin(self, arm: Arm) -> None:
+        victim = self.fleet.engines()[0]
+        self.victim = victim["metadata"]["uid"]
+        self.fleet.fault(victim, DISK, action="http500", times=1, when="after")
+        arm()
+        self.order()
+
+    def over(self) -> bool:
+        replaced = self.victim not in {p["metadata"]["uid"] for p in self.fleet.engines()}
+        return self.ended() and replaced and self.ready() == self.stand.engines
+
+
+class Holding(Round):
+    """One gate is frozen until the round is in Holding."""
+
+    name = "holding"
+
+    def prepare(self) -> None:
+        plain_round(self.stand)
+
+    def begin(self, arm: Arm) -> None:
+        self.frozen: str | None = self.fleet.engines()[0]["metadata"]["name"]
+        self.stand.cluster.hollow.freeze(self.fleet.namespace, self.frozen, "gate")
+        arm()
+        self.order()
+
+    def drive(self) -> None:
+        if self.frozen is not None and self.phase() in ("Holding", *TERMINAL):
+            self.stand.cluster.hollow.thaw(self.fleet.namespace, self.frozen, "gate")
+            self.frozen = None
+
+    def over(self) -> bool:
+        return self.frozen is None and super().over()
+
+
+class Takeover(Round):
+    """The operator dies while engines load; it is the successor that is disturbed."""
+
+    name = "takeover"
+
+    def begin(self, arm: Arm) -> None:
+        for pod in self.fleet.engines():
+            self.fleet.fault(pod, DISK, action="delay", seconds=1.5, times=1, when="before")
+        self.order()
+        wait_until(lambda: self.phase() == "Transferring", "Transferring", every=0.02)
+        self.stand.operators[0].kill()
+        self.stand.journal.reset()
+        arm()
+        self.stand.operator.start(wait=False)
+
+
+class ScaleUp(Scenario):
+    """A pool grows from one engine to three, and the next round takes the new ones along."""
+
+    name = "scale-up"
+    stand_options: ClassVar[State] = {"engines": 1}
+
+    def prepare(self) -> None:
+        self.scale(1)
+        wait_until(lambda: len(self.fleet.engines()) == 1, "the pool to be small again", _LIMIT)
+        super().prepare()
+
+    def scale(self, replicas: int) -> None:
+        """Change the size."""
+        self.wanted = replicas
+        self.fleet.cluster.kubectl(
+            "patch",
+            "ep",
+            "e",
+            "-n",
+            self.fleet.namespace,
+            "--type=merge",
+            "-p",
+            f'{{"spec":{{"replicas":{replicas}}}}}',
+        )
+
+    def begin(self, arm: Arm) -> None:
+        arm()
+        self.scale(3)
+
+    def over(self) -> bool:
+        status = self.fleet.status("enginepool", "e")
+        counts = status.get("counts") or {}
+        settled = int(counts.get("loading") or 0) + int(counts.get("active") or 0) == self.wanted
+        return settled and status.get("readyReplicas") == self.wanted == len(self.fleet.engines())
+
+
+class Deletion(Scenario):
+    """Pool and pipeline are deleted; nothing of ours remains. Then they are made anew under the same names."""
+
+    name = "deletion"
+    stand_options: ClassVar[State] = {"base": False}
+
+    def prepare(self) -> None:
+        stand = self.stand
+        if not stand.cluster.get("rlpipelines", "-n", stand.namespace)["items"]:
+            stand.fleet.pipeline(sync={"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}})
+            stand.fleet.pool(stand.engines)
+            if not [p for p in stand.cluster.get("pods", "-n", stand.namespace)["items"] if _is_trainer(p)]:
+                stand.make_trainer()
+            stand.fleet.ready_engines(stand.engines)
+            plain_round(stand)
+        super().prepare()
+
+    def begin(self, arm: Arm) -> None:
+        arm()
+        for kind, name in (("enginepool", "e"), ("rlpipeline", "p")):
+            self.fleet.cluster.kubectl("delete", kind, name, "-n", self.fleet.namespace, "--wait=false")
+
+    def over(self) -> bool:
+        return not self.left()
+
+    def left(self) -> list[str]:
+        """What remains of ours."""
+        fleet = self.fleet
+        kinds = ("rlpipelines", "enginepools", "syncrounds")
+        found = [o for kind in kinds for o in fleet.cluster.get(kind, "-n", fleet.namespace)["items"]]
+        return [o["metadata"]["name"] for o in [*found, *fleet.engines()]]
+
+    def next_step(self) -> None:
+        """Nothing is left that could be synced."""
+
+    def end_state(self) -> State:
+        return {"left": self.left()}
+
+
+def _is_trainer(pod: State) -> bool:
+    return (pod["metadata"].get("labels") or {}).get("app") == "trainer"
+
+
+SCENARIOS: tuple[type[Scenario], ...] = (Round, Takeover, Poisoned, Holding, ScaleUp, Deletion, Mixed)

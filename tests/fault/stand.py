@@ -1,0 +1,266 @@
+"""A fleet behind fault proxies, with everything that happens to it recorded and checked.
+
+One pipeline with engines, a trainer and one operator process (or several), each behind a proxy of its own; a recorder
+of all revisions, a prober of all engines, and one checker that all of them feed. Points of a sweep are successive
+versions of one fleet, not new fleets.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.kit import Fleet, Operator, wait_until
+from tests.fault.calls import Journal
+from tests.fault.history import Recorder
+from tests.fault.invariants import Checker
+from tests.fault.probe import Prober
+from tests.fault.proxy import FaultProxy
+
+DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
+#: No write for so long, with polls each second, is quiescence.
+QUIET_SECONDS = 1.5
+
+
+@dataclass
+class Instance:
+    """One operator process and its proxy."""
+
+    operator: Operator
+    proxy: FaultProxy | None = None
+    restarts: int = 0
+
+    @property
+    def pid(self) -> int:
+        """The pid of its process."""
+        assert self.operator.process is not None
+        return self.operator.process.pid
+
+    def running(self) -> bool:
+        """Its process runs (a stopped one too)."""
+        process = self.operator.process
+        return process is not None and process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead. Also from a proxy's thread."""
+        process = self.operator.process
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT; what its proxy held back goes on."""
+        os.kill(self.pid, signal.SIGCONT)
+        if self.proxy is not None:
+            self.proxy.thaw()
+
+    def restart(self) -> None:
+        """A new process, without a fault."""
+        if self.proxy is not None:
+            self.proxy.rules = []
+        self.operator.kill()
+        self.restarts += 1
+        self.operator.start()
+
+
+@dataclass
+class Stand:
+    """Enter it to get a running fleet whose base is committed (with ``base``; else an empty namespace).
+
+    ``instances``: operator processes; with more than one they elect a leader. ``keep``: remember all calls and
+    revisions (a sweep needs them, a soak would grow by them).
+    """
+
+    cluster: LocalCluster
+    folder: Path
+    engines: int = 2
+    backend: str = "numpy"
+    instances: int = 1
+    keep: bool = True
+    base: bool = True
+    routed: bool = False
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    pool: dict[str, Any] = field(default_factory=dict)
+    operator_env: dict[str, str] = field(default_factory=dict)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.namespace = f"t-{uuid.uuid4().hex[:10]}"
+        self.journal = Journal(keep=self.keep)
+        self.checker = Checker()
+        self.operators: list[Instance] = []
+        self.pods: list[dict[str, Any]] = []
+        self.fleet = Fleet(self.cluster, self.namespace)
+        self.router_url: str | None = None
+        self._stack = ExitStack()
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def __enter__(self) -> Self:
+        try:
+            self._enter()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _enter(self) -> None:
+        cluster, enter = self.cluster, self._stack.enter_context
+        cluster.kubectl("create", "namespace", self.namespace)
+        self._stack.callback(self._clean_up)
+        for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
+            cluster.kubectl("wait", "--for=create", thing, f"--namespace={self.namespace}", "--timeout=60s")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = Recorder(
+            cluster.kubeconfig, self.journal, keep=self.keep, wanted=lambda namespace: namespace == self.namespace
+        )
+        self.recorder.observers.append(self.checker.revision)
+        self.journal.observers.append(self.checker.call)
+        enter(self.recorder)
+        self.prober = enter(Prober(self.recorder, self.checker, routed=self.routed, router=lambda: self.router_url))
+        for number in range(self.instances):
+            self.operators.append(self._instance(number))
+        self.pushes = enter(
+            FaultProxy(cluster.operator_kubeconfig, self.folder, self.kill_all, journal=self.journal, name="trainer")
+        )
+        for instance in self.operators:
+            self._stack.callback(instance.operator.kill)
+            instance.operator.start()
+        if self.base:
+            self.make_fleet()
+
+    def _instance(self, number: int) -> Instance:
+        operator = Operator(self.cluster, self.folder / f"operator-{number}")
+        made = Instance(operator)
+        proxy = self._stack.enter_context(
+            FaultProxy(
+                self.cluster.operator_kubeconfig,
+                self.folder,
+                made.kill,
+                freeze=made.freeze,
+                journal=self.journal,
+                name=f"operator-{number}",
+            )
+        )
+        made.proxy = proxy
+        operator.env |= {
+            "RLFLEET_KUBECONFIG": str(proxy.kubeconfig),
+            "RLFLEET_PEER_PROXY": proxy.peer_url,
+            "RLFLEET_WATCH_NAMESPACES": self.namespace,
+            # One instance that is killed shall not wait for its own lease.
+            "RLFLEET_LEADER_ELECT": "true" if self.instances > 1 else "false",
+            **self.operator_env,
+        }
+        return made
+
+    def make_fleet(self) -> None:
+        """Pipeline, pool, trainer; the base is committed and every engine serves it."""
+        fleet = self.fleet
+        fleet.pipeline(**{"sync": {"deadlines": DEADLINES}, "historyLimit": 3, **self.pipeline})
+        fleet.pool(self.engines, backend=self.backend, **self.pool)
+        self.make_trainer()
+        self.pods = fleet.ready_engines(self.engines, 300)
+        done = fleet.sync(-1, seed=100)
+        assert done["status"]["phase"] == "Succeeded", done["status"]
+        self.version = max(self.version, 0)
+
+    def make_trainer(self) -> None:
+        """A trainer whose pushes go through a proxy."""
+        self.fleet.trainer(RLFLEET_PEER_PROXY=self.pushes.peer_url)
+
+    def _clean_up(self) -> None:
+        for kind in ("rlpipelines", "enginepools", "syncrounds"):
+            # No operator is left that would let them go.
+            for obj in self.cluster.get(kind, "-n", self.namespace)["items"]:
+                if obj["metadata"].get("finalizers"):
+                    self.cluster.kubectl(
+                        "patch", kind, obj["metadata"]["name"], "-n", self.namespace, "--type=merge",
+                        "-p", '{"metadata":{"finalizers":null}}',
+                    )  # fmt: skip
+        self.cluster.kubectl("delete", "namespace", self.namespace, "--wait=false")
+        self.cluster.kubectl("delete", "pods", "--all", f"--namespace={self.namespace}", "--wait=false")
+
+    # ------------------------------------------------------------------------------------------ operators
+
+    @property
+    def operator(self) -> Operator:
+        """The first (often only) operator process."""
+        return self.operators[0].operator
+
+    @property
+    def proxy(self) -> FaultProxy:
+        """The first operator's proxy."""
+        found = self.operators[0].proxy
+        assert found is not None
+        return found
+
+    def kill_all(self) -> None:
+        """SIGKILL to every operator process."""
+        for instance in self.operators:
+            instance.kill()
+
+    def restart(self) -> None:
+        """A new process in place of the first operator, without a fault."""
+        self.proxy.watch()
+        self.pushes.rules = []
+        self.operators[0].restart()
+
+    # ------------------------------------------------------------------------------------------ seeing
+
+    def next_version(self) -> int:
+        """A version that nobody has published yet."""
+        self.version += 1
+        return self.version
+
+    def writes(self) -> int:
+        """Writes of all operators to the apiserver since the journal was reset; Events and leases apart."""
+        return sum(1 for c in list(self.journal.calls) if c.lane == "api" and c.counted and c.status is not None)
+
+    def wait_quiet(self, seconds: float = QUIET_SECONDS, limit: float = 60.0) -> bool:
+        """Wait until no operator has written for ``seconds``; False when that did not come about."""
+        end = time.monotonic() + limit
+        count, since = self.writes(), time.monotonic()
+        while time.monotonic() < since + seconds:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+            if (now := self.writes()) != count:
+                count, since = now, time.monotonic()
+        return True
+
+    def violations(self) -> list[str]:
+        """What the checker found, and what went wrong with the checking itself."""
+        found = list(self.checker.violations)
+        if self.prober.problem is not None:
+            found.append(f"the prober failed: {self.prober.problem!r}")
+        return found + self.recorder.problems
+
+    def wait_steady(self, what: str, seconds: float = 180.0) -> None:
+        """Wait until the pipeline is Ready, nothing is claimed, and ended rounds hold no finalizer."""
+        wait_until(self._steady, what, seconds, every=0.1)
+
+    def _steady(self) -> bool:
+        status = self.fleet.status("rlpipeline", "p")
+        if status.get("activeOperation") or not any(
+            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
+        ):
+            return False
+        rounds = self.cluster.get("syncrounds", "-n", self.namespace)["items"]
+        return not any(r["metadata"].get("finalizers") for r in rounds)

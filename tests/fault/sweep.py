@@ -1,0 +1,253 @@
+"""Runs a scenario undisturbed, then once for each point and fault, and compares how it ends.
+
+A point is a call (see ``calls``): a write to the apiserver, or a call to a gate or the sender. Polls count once per
+label: how often one is repeated depends on the machine. What was tried is kept in a report file, so that a sweep that
+was cut short goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.scenarios.kit import wait_until
+from tests.fault.proxy import Fault, Rule, at
+from tests.fault.scenarios import Scenario, State
+from tests.fault.stand import Stand
+
+#: A run that has not come to its end by then never will.
+LIMIT_SECONDS = 240.0
+KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER)
+#: Writes that one fault may cost beyond those of the undisturbed run: the one that is repeated, a new claim with the
+#: barrier's writes, and the phases of a round that starts over.
+EXTRA_WRITES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One fault at one point."""
+
+    point: str
+    fault: Fault
+
+    @property
+    def name(self) -> str:
+        """In reports."""
+        return f"{self.fault.value} {self.point}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a disturbed run ended. ``direct``: as the undisturbed one; else so after the trainer's next version.
+
+    ``reached`` is False when the run came to its end without the point.
+    """
+
+    name: str
+    reached: bool = True
+    converged: bool = False
+    direct: bool = False
+    failure: str = ""
+    writes: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Nothing to complain of."""
+        return self.converged and not self.problems
+
+
+class Report:
+    """Outcomes by scenario, in a file that a later run reads (``path`` None: in memory only)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.scenarios: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            self.scenarios = json.loads(path.read_text())
+
+    def known(self, scenario: str, name: str) -> bool:
+        """It was tried, and well."""
+        found = self.scenarios.get(scenario, {}).get("outcomes", {}).get(name)
+        return bool(found and found["converged"] and not found["problems"])
+
+    def add(self, scenario: str, points: int, outcome: Outcome) -> None:
+        """One more."""
+        entry = self.scenarios.setdefault(scenario, {"outcomes": {}})
+        entry["points"] = points
+        entry["outcomes"][outcome.name] = asdict(outcome)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = self.path.with_suffix(".new")
+            new.write_text(json.dumps(self.scenarios, indent=1))
+            os.replace(new, self.path)
+
+    def lines(self) -> Iterator[str]:
+        """The report for people."""
+        for name, entry in self.scenarios.items():
+            outcomes = list(entry["outcomes"].values())
+            converged = sum(o["converged"] for o in outcomes)
+            direct = sum(o["direct"] for o in outcomes)
+            reached = sum(o["reached"] for o in outcomes)
+            broken = sum(len(o["problems"]) for o in outcomes)
+            yield (
+                f"{name}: {entry['points']} points, {len(outcomes)} tried ({reached} reached), {converged} converged "
+                f"({direct} at once, {converged - direct} with the next version), {broken} violations"
+            )
+            for o in outcomes:
+                if not o["converged"] or o["problems"]:
+                    yield f"  {o['name']}: {o['failure'] or 'converged'} {'; '.join(o['problems'])}"
+
+
+class Sweep:
+    """One scenario on one stand."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.stand: Stand = scenario.stand
+        self.expected: State = {}
+        self.points: list[str] = []
+        self.writes = 0
+
+    # ------------------------------------------------------------------------------------------ runs
+
+    def learn(self) -> None:
+        """Two undisturbed runs, which must end alike; points are what both had in common."""
+        ends, found = [], []
+        for _ in range(2):
+            self._clear()
+            self.scenario.prepare()
+            self._clear()
+            self.scenario.begin(self._clear)
+            self._finish()
+            ends.append(self.scenario.end_state())
+            self.writes = max(self.writes, self.stand.writes())
+            calls = [c for c in self.stand.journal.calls if c.counted and (not c.read or c.occurrence == 1)]
+            found.append(list(dict.fromkeys(c.point for c in calls)))
+        assert ends[0] == ends[1], f"undisturbed runs end differently: {difference(ends[0], ends[1])}"
+        assert not self.stand.violations(), self.stand.violations()
+        self.expected = ends[0]
+        self.points = [point for point in found[1] if point in set(found[0])]
+
+    def tries(self, faults: Iterable[Fault], accept: Callable[[str], bool] = lambda point: True) -> list[Try]:
+        """Every fault at every point that is accepted, in the order of the run."""
+        faults = tuple(faults)
+        return [Try(point, fault) for point in self.points if accept(point) for fault in faults]
+
+    def run(self, what: Try) -> Outcome:
+        """One disturbed run."""
+        stand, outcome = self.stand, Outcome(what.name)
+        before, started = len(stand.violations()), time.monotonic()
+        rule = Rule(at(what.point), what.fault, seconds=2.0)
+
+        def arm() -> None:
+            self._clear()
+            for proxy in (stand.proxy, stand.pushes):
+                proxy.rules = [rule]
+
+        try:
+            self._clear()
+            self.scenario.prepare()
+            self.scenario.begin(arm)
+            self._finish(rule)
+            outcome.writes = stand.writes()
+            outcome.reached = rule.struck > 0
+            ended = self.scenario.end_state()
+            outcome.direct = ended == self.expected
+            if not outcome.direct:
+                outcome.failure = f"ended with {difference(self.expected, ended)}"
+                self.scenario.next_step()
+                after = self.scenario.end_state()
+                outcome.converged = healthy(after)
+                if not outcome.converged:
+                    outcome.problems.append(f"and after the next version: {difference(self.expected, after)}")
+            else:
+                outcome.converged = True
+        except AssertionError as e:
+            outcome.failure = str(e)[:2000]
+        finally:
+            self._clear()
+        outcome.problems += stand.violations()[before:]
+        if outcome.writes > self.writes + EXTRA_WRITES:
+            outcome.problems.append(f"I12: {outcome.writes} writes, {self.writes} undisturbed")
+        outcome.seconds = round(time.monotonic() - started, 2)
+        return outcome
+
+    def _clear(self) -> None:
+        self.stand.proxy.watch()
+        self.stand.pushes.rules = []
+        self.stand.pushes.fired.clear()
+
+    def _finish(self, rule: Rule | None = None) -> None:
+        """To the end of the scenario and to quiescence; an operator that was killed is started anew on the way."""
+        first, stand = self.stand.operators[0], self.stand
+
+        def look() -> bool:
+            self.scenario.drive()
+            if not first.running():
+                for proxy in (stand.proxy, stand.pushes):
+                    proxy.rules = [] if rule is None else [r for r in proxy.rules if not r.struck]
+                first.operator.kill()
+                first.operator.start()
+            return self.scenario.over()
+
+        wait_until(look, f"{self.scenario.name} to come to its end", LIMIT_SECONDS, every=0.05)
+        assert stand.wait_quiet(), "I9: writes do not cease"
+
+
+def difference(expected: Any, found: Any, where: str = "") -> str:
+    """Where two canonical states differ."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        parts = [
+            difference(expected.get(k), found.get(k), f"{where}.{k}" if where else str(k))
+            for k in sorted({*expected, *found})
+            if expected.get(k) != found.get(k)
+        ]
+        return "; ".join(parts)
+    return f"{where}: {found!r} instead of {expected!r}"
+
+
+def healthy(state: State) -> bool:
+    """Everybody serves the newest version and nothing is claimed."""
+    if "left" in state:
+        return not state["left"]
+    engines = state["engines"].values()
+    return (
+        state["newestIsCommitted"]
+        and not state["claimed"]
+        and not state["finalizers"]
+        and all(e["takesRequests"] and e["atCommitted"] for e in engines)
+    )
+
+
+def sample(tries: list[Try], count: int) -> list[Try]:
+    """``count`` of them, evenly spread: the same ones in every run with the same points."""
+    if count >= len(tries):
+        return tries
+    return [tries[i * len(tries) // count] for i in range(count)]
+
+
+def swept(
+    report: Report, kind: type[Scenario], stand: Stand, tries: Callable[[Sweep], list[Try]], *, title: str = ""
+) -> list[Outcome]:
+    """Learn the scenario and run what ``tries`` chooses and the report does not know yet; the outcomes."""
+    title = title or kind.name
+    sweep = Sweep(kind(stand))
+    sweep.learn()
+    outcomes = []
+    for one in tries(sweep):
+        if report.known(title, one.name):
+            continue
+        outcome = sweep.run(one)
+        outcomes.append(outcome)
+        report.add(title, len(sweep.points), outcome)
+        if not outcome.converged:
+            # What comes after would start from a fleet that nobody knows.
+            break
+    return outcomes

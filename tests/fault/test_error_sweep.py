@@ -1,0 +1,126 @@
+"""Calls that are refused, lost, late or answered wrongly: nothing is believed that was not seen, and nothing repeats
+without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from e2e.scenarios.kit import TERMINAL, wait_until
+from tests.fault.calls import Call
+from tests.fault.proxy import Fault, Rule, of_record
+from tests.fault.scenarios import DISK, Round, plain_round
+from tests.fault.stand import Stand
+from tests.fault.sweep import Outcome, Report, Sweep, Try, healthy, sample, swept
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(0)]
+
+#: Answers of an apiserver, or of something in front of it.
+API_FAULTS = (
+    Fault.CONFLICT,
+    Fault.INVALID,
+    Fault.THROTTLED,
+    Fault.ERROR,
+    Fault.BUSY,
+    Fault.TIMEOUT,
+    Fault.RESET,
+    Fault.DROP,
+    Fault.TRUNCATE,
+)
+#: What can become of a call to a gate or sender.
+PEER_FAULTS = (Fault.RESET, Fault.DROP, Fault.TRUNCATE, Fault.BUSY, Fault.TIMEOUT, Fault.DELAY)
+
+
+def api(point: str) -> bool:
+    return point.split()[1].partition("/")[0] in ("rlpipelines", "syncrounds", "enginepools", "pods")
+
+
+def peer(point: str) -> bool:
+    return not api(point)
+
+
+def check(outcomes: list[Outcome], stand: Stand) -> None:
+    bad = [f"{o.name}: {o.failure} {o.problems}" for o in outcomes if not o.good]
+    assert not bad, "\n".join(bad)
+    assert not stand.violations()
+
+
+def after(stand: Stand, name: str) -> None:
+    """The round is over, whatever became of it; the next one succeeds and all serve it."""
+    done = stand.fleet.ended(name)
+    assert done["status"]["phase"] in ("Succeeded", "Failed"), done["status"]
+    for proxy in (stand.proxy, stand.pushes):
+        proxy.rules = []
+    plain_round(stand)
+    scenario = Round(stand)
+    scenario.round = name
+    assert healthy(scenario.end_state()), scenario.end_state()
+    assert not stand.violations()
+
+
+@pytest.mark.parametrize("fault", API_FAULTS)
+def test_every_write_of_the_record_is_struck_once(stand: Stand, fault: Fault) -> None:
+    """The first, third, fifth ... write: each is struck and then repeated."""
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    stand.proxy.arm_every_other(fault)
+    name = stand.fleet.order(version)
+    done = stand.fleet.ended(name)
+    if fault is not Fault.INVALID:  # a write that is invalid is not asked again as it was
+        assert done["status"]["phase"] == "Succeeded", done["status"]
+    assert len([c for c in stand.journal.calls if of_record(c)]) < 60
+    after(stand, name)
+
+
+@pytest.mark.parametrize("phase", ["Staging", "Transferring"])
+def test_an_apiserver_outage_in_a_round(stand: Stand, phase: str) -> None:
+    version = stand.next_version()
+    stand.fleet.publish(version, bulk=64)
+    if phase == "Transferring":
+        for pod in stand.pods:
+            stand.fleet.fault(pod, DISK, action="delay", seconds=1, times=1, when="before")
+    name = stand.fleet.order(version)
+    wait_until(lambda: stand.fleet.phase(name) in (phase, *TERMINAL), phase, every=0.01)
+    stand.proxy.outage(True)
+    try:
+        wait_until(lambda: "scripted 503" in stand.operator.tail(), "the outage to be met")
+    finally:
+        stand.proxy.outage(False)
+    after(stand, name)
+
+
+@pytest.mark.parametrize("fault", PEER_FAULTS)
+def test_every_gate_and_sender_call_is_struck_once(stand: Stand, fault: Fault) -> None:
+    """The first call of each kind to each of them, one after the other in one round."""
+    struck: set[str] = set()
+
+    def first(call: Call) -> bool:
+        if call.lane != "peer" or call.label in struck:
+            return False
+        struck.add(call.label)
+        return True
+
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    stand.proxy.watch()
+    for proxy in (stand.proxy, stand.pushes):
+        proxy.strike(Rule(first, fault, times=0, seconds=1.0))
+    name = stand.fleet.order(version)
+    after(stand, name)
+    # Orders to gates and sender, polls, and the sender's own pushes.
+    assert {"POST e-0 Pause", "POST e-1 Load", "POST sender Push", "GET sender status", "PUT e-0 manifest"} <= struck
+
+
+def faults_of(sweep: Sweep) -> list[Try]:
+    return [*sweep.tries(API_FAULTS, api), *sweep.tries(PEER_FAULTS, peer)]
+
+
+def test_a_sample_of_points(stand: Stand, report: Report) -> None:
+    check(swept(report, Round, stand, lambda sweep: sample(faults_of(sweep), 8), title="round, errors"), stand)
+
+
+@pytest.mark.slow
+def test_every_point(make_stand: Callable[..., Stand], report: Report) -> None:
+    stand = make_stand()
+    check(swept(report, Round, stand, faults_of, title="round, errors"), stand)
