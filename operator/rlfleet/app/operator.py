@@ -234,7 +234,7 @@ class Operator:
         self._context = Context(
             kube=kube,
             pods=pods,
-            peers=Peers(keys, self._guard, proxy=s.peer_proxy or None),
+            peers=Peers(keys, self._guard, proxy=self._settings.peer_proxy or None),
             keys=keys,
             events=events,
             enqueue=self._queue.enqueue,
