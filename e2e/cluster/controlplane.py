@@ -200,7 +200,7 @@ class ControlPlane:
             f"--client-ca-file={authority}",
             "--anonymous-auth=false",
             "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction",
+            "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
             "--allow-privileged=true",
             f"--service-cluster-ip-range={_SERVICE_RANGE}",
             "--service-account-issuer=https://kubernetes.default.svc",

@@ -105,6 +105,16 @@ class Reason(_Documented):
 
     # gates, routers, topology
     PIPELINE_NOT_FOUND = "PipelineNotFound", "the RLPipeline that spec.pipeline names does not exist"
+    PIPELINE_DELETING = "PipelineDeleting", "the RLPipeline is being deleted: it takes no rounds and its engines close"
+    COMMITTED_UNKNOWN = (
+        "CommittedUnknown",
+        "engines serve proven weights, but the record of what is committed was lost; the next round writes it anew",
+    )
+    STATUS_LOST = "StatusLost", "a status was lost or set back: gates prove that more had happened than it says"
+    FINALIZER_CEILING = (
+        "FinalizerCeiling",
+        "a finalizer was removed although what it waits for had not happened in time",
+    )
     GATE_TOO_OLD = "GateTooOld", "a gate's protocol version or capabilities do not suffice; replace its pod"
     GATES_UNREACHABLE = "GatesUnreachable", "more gates are silent than maxUnavailable allows"
     ROUTER_UNREACHABLE = "RouterUnreachable", "a router does not answer, so its entries are unknown"

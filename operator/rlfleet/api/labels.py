@@ -31,6 +31,8 @@ MANAGED_BY_VALUE: Final = "rlfleet"
 POOL_FINALIZER: Final = f"{GROUP}/pool"
 #: Held by a SyncRound from claim to settle; deleting the round cancels it.
 ROUND_FINALIZER: Final = f"{GROUP}/round"
+#: Held by an RLPipeline from its first claim until its rounds are settled and its engines are closed.
+PIPELINE_FINALIZER: Final = f"{GROUP}/pipeline"
 
 #: Field managers, one per controller, so that one controller's apply never drops another's fields.
 PIPELINE_MANAGER: Final = "rlfleet-pipeline"

@@ -71,6 +71,10 @@ class OperatorMetrics:
             "rlfleet_mutations_refused",
             "Mutations not sent because this process does not lead.",
             ["target"],
+        self._ceilings = Counter(
+            "rlfleet_finalizer_ceiling",
+            "Finalizers removed after 300 s although what they wait for had not happened.",
+            ["kind"],
             registry=r,
         )
         self._resets = Counter("rlfleet_view_resets", "Broken watches, by error.", ["resource", "reason"], registry=r)
@@ -107,6 +111,10 @@ class OperatorMetrics:
     def write(self, resource: str) -> None:
         """A reconciler wrote."""
         self._writes.labels(resource).inc()
+
+    def finalizer_ceiling(self, kind: str) -> None:
+        """A finalizer of ours reached its ceiling."""
+        self._ceilings.labels(kind).inc()
 
     # kube.client.ApiObserver and the limiter
 

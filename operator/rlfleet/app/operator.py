@@ -27,6 +27,7 @@ from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.triggers import Triggers
 from rlfleet.control.context import Context, Kind, QueueKey, SystemClock
+from rlfleet.control.deletion import watch_deletion
 from rlfleet.control.keys import SigningKeys
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
@@ -164,15 +165,22 @@ class Operator:
             await self._end("kopf ends")
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "enginepools", registry=registry)
-        async def pool(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
+        async def pool(
+            *, type: str, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any
+        ) -> None:
+            self._triggers.deletion("enginepools", namespace or "", name, meta)
             self._triggers.pool(namespace or "", name, None if type == "DELETED" else spec)
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "rlpipelines", registry=registry)
-        async def pipeline(*, type: str, namespace: str | None, name: str, spec: kopf.Spec, **_: Any) -> None:
+        async def pipeline(
+            *, type: str, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any
+        ) -> None:
+            self._triggers.deletion("rlpipelines", namespace or "", name, meta)
             self._triggers.pipeline(namespace or "", name, None if type == "DELETED" else spec)
 
         @kopf.on.event(labels.GROUP, labels.VERSION, "syncrounds", registry=registry)
-        async def round_(*, namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
+        async def round_(*, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any) -> None:
+            self._triggers.deletion("syncrounds", namespace or "", name, meta)
             self._triggers.round(namespace or "", spec)
 
         return registry
@@ -296,6 +304,8 @@ class Operator:
             raise asyncio.CancelledError
         if key.kind is Kind.POOL:
             return await pools.reconcile(key.namespace, key.name)
+        if key.kind is Kind.DELETION:
+            return await watch_deletion(ctx, key.namespace, key.name)
         return await reconcile_pipeline(ctx, key.namespace, key.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rlfleet.api import labels
 from rlfleet.control.context import Enqueue, Kind, Priority, QueueKey
 from rlfleet.kube.reflector import Change
+from rlfleet.plan.deletion import FINALIZERS, holds_up
 
 Selector = Mapping[str, str]
 
@@ -58,6 +59,11 @@ class Triggers:
         pipeline = str((spec or {}).get("pipeline") or "")
         if pipeline:
             self._enqueue(QueueKey(Kind.PIPELINE, namespace, pipeline), priority=Priority.ROUND)
+
+    def deletion(self, plural: str, namespace: str, name: str, meta: Mapping[str, Any]) -> None:
+        """An object of ours appeared or changed: while our finalizer holds its deletion up, its ceiling is watched."""
+        if holds_up({"metadata": meta}, FINALIZERS[plural]):
+            self._enqueue(QueueKey(Kind.DELETION, namespace, f"{plural}/{name}"), priority=Priority.DELETE)
 
     def pod(self, change: Change) -> None:
         """A pod changed in the view."""

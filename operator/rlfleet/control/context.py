@@ -65,6 +65,9 @@ class Metrics(Protocol):
     def write(self, resource: str) -> None:
         """One write to the apiserver was made by a reconciler."""
 
+    def finalizer_ceiling(self, kind: str) -> None:
+        """A finalizer of ours was removed from an object of this kind because its ceiling was reached."""
+
 
 class NoMetrics:
     """Reports nowhere."""
@@ -82,6 +85,9 @@ class NoMetrics:
         """See Metrics."""
 
     def write(self, resource: str) -> None:
+        """See Metrics."""
+
+    def finalizer_ceiling(self, kind: str) -> None:
         """See Metrics."""
 
 

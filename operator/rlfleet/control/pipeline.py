@@ -19,6 +19,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.control.deletion import bury, end_pipeline
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -37,6 +38,7 @@ from rlfleet.control.rounds.transfer import plan_of
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, can_join
 from rlfleet.plan.topology import train_devices
@@ -76,9 +78,10 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     try:
         pipeline = await kube.get(RLPIPELINES, namespace, name, timeout=API_SECONDS)
     except NotFound:
-        await _let_go(ctx, namespace, rounds)
+        await bury(ctx, namespace, rounds)
         await _say_no_pipeline(ctx, namespace, name, rounds)
         return Done()
+    await bury(ctx, namespace, [r for r in rounds if not _belongs(r, pipeline)])
     rounds = [r for r in rounds if _belongs(r, pipeline)]
     pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
     expected = sum(int(p["spec"].get("replicas") or 0) for p in pools.items if p["spec"]["pipeline"] == name)
@@ -91,6 +94,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     active = (pipeline.get("status") or {}).get("activeOperation")
     ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
     view = PipelineView(ctx, ledger, sender, expected)
+    if is_deleting(pipeline) and (not active or active["uid"] == ledger.uid):
+        return await end_pipeline(ctx, ledger, view, rounds)
     if active:
         ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
         lost = ledger.round is not None and active.get("committed") and plan_of(ledger.round_status) is None
@@ -278,25 +283,6 @@ async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list
                 status={"phase": "Pending", "conditions": wanted},
                 timeout=API_SECONDS,
             )
-
-
-async def _let_go(ctx: Context, namespace: str, rounds: list[Obj]) -> None:
-    """The pipeline is gone: rounds that its deletion left behind must not hang on our finalizer."""
-    kube = ctx.kube.at(Priority.DELETE)
-    for r in rounds:
-        finalizers = r["metadata"].get("finalizers") or []
-        if labels.ROUND_FINALIZER in finalizers and "deletionTimestamp" in r["metadata"]:
-            try:
-                await kube.patch_metadata(
-                    SYNCROUNDS,
-                    namespace,
-                    r["metadata"]["name"],
-                    resource_version=r["metadata"]["resourceVersion"],
-                    finalizers=[f for f in finalizers if f != labels.ROUND_FINALIZER],
-                    timeout=API_SECONDS,
-                )
-            except NotFound:
-                continue
 
 
 class PipelineView:

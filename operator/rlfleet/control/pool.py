@@ -16,10 +16,11 @@ from typing import Any
 
 from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
-from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.control import pool_gates, pool_pods, routers
 from rlfleet.control.context import Context
+from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.kube.client import Obj
@@ -27,6 +28,7 @@ from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import template
+from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.lifecycle import PodFact, derive, pod_fact
 from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
 from rlfleet.plan.pool_status import Observed, Problem, Row, build_status
@@ -38,8 +40,6 @@ log = logging.getLogger(__name__)
 STALE_SECONDS = 3.0
 #: Least seconds between two status writes of a pool that only differ in what engines do.
 STATUS_SECONDS = 1.0
-#: Longest that the deletion of a pool waits for routers.
-FINALIZE_SECONDS = 60.0
 _STARTING = frozenset({EngineState.PENDING, EngineState.BOOTING})
 
 
@@ -88,8 +88,14 @@ class PoolReconciler:
         found = routers.resolve(pool, ctx.pods)
         await self._note_routers(key, found)
         facts = self._facts(pool)
-        if "deletionTimestamp" in pool["metadata"]:
-            return await self._finalize(pool, facts, found, memory)
+        try:
+            pipeline: Obj | None = await kube.get(
+                RLPIPELINES, namespace, pool["spec"]["pipeline"], timeout=ctx.settings.api_timeout
+            )
+        except NotFound:
+            pipeline = None
+        if is_deleting(pool):
+            return await finalize(ctx, pool, pipeline, facts, found, self._routers, memory)
         if labels.POOL_FINALIZER not in (pool["metadata"].get("finalizers") or []):
             pool = await kube.patch_metadata(
                 ENGINEPOOLS,
@@ -100,12 +106,6 @@ class PoolReconciler:
                 timeout=ctx.settings.api_timeout,
             )
             ctx.metrics.write(ENGINEPOOLS.plural)
-        try:
-            pipeline: Obj | None = await kube.get(
-                RLPIPELINES, namespace, pool["spec"]["pipeline"], timeout=ctx.settings.api_timeout
-            )
-        except NotFound:
-            pipeline = None
         return await self._step(pool, pipeline, facts, found, memory)
 
     async def _step(
@@ -134,7 +134,7 @@ class PoolReconciler:
             replicas=int(pool["spec"].get("replicas", 1)),
             pods=tuple(facts),
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
-            may_create=valid and pipeline is not None,
+            may_create=valid and pipeline is not None and not is_deleting(pipeline),
             may_remove=not status.get("activeOperation"),
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
             held_back=frozenset(memory.held_back(now)),
@@ -271,6 +271,7 @@ class PoolReconciler:
             template_hash=template.template_hash(pool) if valid else None,
             committed=committed_of(pipeline),
             pipeline_found=pipeline is not None,
+            pipeline_deleting=pipeline is not None and is_deleting(pipeline),
             problems=tuple(dict.fromkeys(out.problems)),
             waits=plan.waits,
         )
@@ -320,34 +321,3 @@ class PoolReconciler:
         if busy and pipeline is not None:
             waits.append(settings.boot_poll_seconds)
         return min(waits)
-
-    # ------------------------------------------------------------------------------------------ end of a pool
-
-    async def _finalize(self, pool: Obj, facts: list[PodFact], found: routers.Resolved, memory: PoolMemory) -> Result:
-        """Before a pool goes its engines leave the routers; after FINALIZE_SECONDS it goes anyway."""
-        ctx, meta = self._ctx, pool["metadata"]
-        finalizers = list(meta.get("finalizers") or [])
-        if labels.POOL_FINALIZER not in finalizers:
-            return Done()
-        memory.see(facts, ctx.clock.monotonic())
-        out = pool_pods.Outcome()
-        await pool_pods.unroute(ctx, pool, [f for f in facts if f.ip], found, self._routers, memory, fence=0, out=out)
-        if out.retry:
-            age = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000
-            if age < FINALIZE_SECONDS:
-                return After(ctx.settings.boot_poll_seconds)
-            note = (
-                f"Deleted although routers could not be cleared for {FINALIZE_SECONDS:.0f} s: {out.problems[0].message}"
-            )
-            ctx.events.record(pool, "Warning", Reason.ROUTER_UNREACHABLE.value, note, action="Finalize")
-        finalizers.remove(labels.POOL_FINALIZER)
-        await ctx.kube.at(Priority.DELETE, field_manager=labels.POOL_MANAGER).patch_metadata(
-            ENGINEPOOLS,
-            meta["namespace"],
-            meta["name"],
-            resource_version=meta["resourceVersion"],
-            finalizers=finalizers,
-            timeout=ctx.settings.api_timeout,
-        )
-        ctx.metrics.write(ENGINEPOOLS.plural)
-        return Done()

@@ -52,6 +52,8 @@ class PoolMemory:
     failures: dict[int, Failures] = field(default_factory=dict)
     ever_active: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
+    swept: set[str] = field(default_factory=set)
+    """UIDs whose addresses are looked for in the routers again, now that their pods are gone."""
     bumps: dict[int, int] = field(default_factory=dict)
     create_failures: int = 0
     status_at: float | None = None

@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
-    """Root objects that are reconciled."""
+    """What is reconciled: root objects, and deletions (so that a long round delays no ceiling)."""
 
     POOL = "Pool"
     PIPELINE = "Pipeline"
+    DELETION = "Deletion"
+    """An object of ours that is being deleted; its key's name is ``<plural>/<name>``."""
 
 
 class QueueKey(NamedTuple):

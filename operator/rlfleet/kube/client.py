@@ -251,8 +251,12 @@ class KubeClient:
         finalizers: Sequence[str] | None = None,
         labels: Mapping[str, str | None] | None = None,
         annotations: Mapping[str, str | None] | None = None,
+        owners: Sequence[Mapping[str, Any]] | None = None,
     ) -> Obj:
-        """Change finalizers (the whole list), labels or annotations (None deletes) under ``resource_version``."""
+        """Change finalizers or owner references (whole lists), labels or annotations (None deletes).
+
+        All under ``resource_version``.
+        """
         metadata: Obj = _precondition(resource_version)
         if finalizers is not None:
             metadata["finalizers"] = [*finalizers]
@@ -260,6 +264,8 @@ class KubeClient:
             metadata["labels"] = dict(labels)
         if annotations is not None:
             metadata["annotations"] = dict(annotations)
+        if owners is not None:
+            metadata["ownerReferences"] = [dict(o) for o in owners]
         path = res.path(ns, name)
         return await self._call(
             "patch",

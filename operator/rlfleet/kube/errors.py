@@ -42,6 +42,12 @@ class AlreadyExists(Conflict):
 class Forbidden(ApiError):
     """403, or 401 after the credentials were read again."""
 
+    @property
+    def namespace_terminating(self) -> bool:
+        """Nothing can be created because the namespace is being deleted; it ends by itself."""
+        causes = (self.body.get("details") or {}).get("causes") or []
+        return any(c.get("reason") == "NamespaceTerminating" for c in causes)
+
 
 class Invalid(ApiError):
     """400 or 422: the object breaks the schema or a rule; the message names the field. Asking again cannot help."""

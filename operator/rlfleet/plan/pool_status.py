@@ -33,6 +33,14 @@ _NORMAL: Final = frozenset(
 )
 _SILENT: Final = frozenset({Reason.GATES_UNREACHABLE, Reason.ENGINE_UNREACHABLE})
 _MAX_FAILURE = 256
+_NO_PIPELINE: Final = (
+    "spec.pipeline names no RLPipeline in this namespace: create it, or delete this pool. Engines that a deleted "
+    "pipeline left behind are closed and stay so until then"
+)
+_DELETING: Final = (
+    "its RLPipeline is being deleted: engines are closed and none are made. Create the pipeline again when it is gone, "
+    "or delete this pool"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class Observed:
     template_hash: str | None
     committed: Committed | None = None
     pipeline_found: bool = True
+    pipeline_deleting: bool = False
     problems: tuple[Problem, ...] = ()
     waits: tuple[tuple[Reason, str], ...] = ()
 
@@ -167,6 +176,8 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
     type_ = PoolCondition.READY
     if not o.pipeline_found:
         return type_, ConditionStatus.FALSE, Reason.PIPELINE_NOT_FOUND, "spec.pipeline names no RLPipeline here"
+    if o.pipeline_deleting:
+        return type_, ConditionStatus.FALSE, Reason.PIPELINE_DELETING, _DELETING
     invalid = next((p for p in o.problems if p.reason in (Reason.INVALID_SPEC, Reason.INVALID_NAME)), None)
     if invalid is not None:
         return type_, ConditionStatus.FALSE, invalid.reason, invalid.message
@@ -191,6 +202,8 @@ def _progressing(o: Observed, counts: Mapping[EngineState, int]) -> Verdict:
     yes, no = ConditionStatus.TRUE, ConditionStatus.FALSE
     for reason, message in o.waits:
         return type_, yes, reason, message
+    if o.pipeline_deleting:
+        return type_, no, Reason.PIPELINE_DELETING, _DELETING
     if counts[EngineState.DRAINING]:
         return type_, yes, Reason.SCALING_DOWN, f"{counts[EngineState.DRAINING]} engines are going"
     if counts[EngineState.FAILED]:
@@ -252,7 +265,9 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     type_ = PoolCondition.DEGRADED
     problems = list(o.problems)
     if not o.pipeline_found:
-        problems.append(Problem(Reason.PIPELINE_NOT_FOUND, "spec.pipeline names no RLPipeline in this namespace"))
+        problems.append(Problem(Reason.PIPELINE_NOT_FOUND, _NO_PIPELINE))
+    if o.pipeline_deleting:
+        problems.insert(0, Problem(Reason.PIPELINE_DELETING, _DELETING))
     quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED]
     if quarantined:
         first = quarantined[0]

@@ -28,6 +28,7 @@ from rlfleet.control.rounds.outcome import with_late_cancel
 from rlfleet.control.rounds.preparing import plan_members, stage_bytes
 from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
+from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.rounds import TERMINAL, RoundPlan
 from rlfleet.plan.verdicts import Entry, Verdict, enter
 
@@ -134,6 +135,14 @@ class Executor:
             },
         )
 
+    async def cancelled(self) -> bool:
+        """The end of this round was asked for: spec.cancel, or it or its pipeline is being deleted. Read live."""
+        await self.ledger.read_round()
+        await self.ledger.still_ours()
+        assert self.ledger.round is not None
+        asked = bool(self.round_spec.get("cancel"))
+        return asked or is_deleting(self.ledger.round) or is_deleting(self.ledger.pipeline)
+
     # ------------------------------------------------------------------------------------------ claim, barrier
 
     async def claim(self, extra: dict[str, Any]) -> None:
@@ -178,6 +187,11 @@ class Executor:
                 return
             entry = Entry.PLAN
         if entry is Entry.PLAN:
+            if self.takeover and await self.cancelled():
+                await closing.refuse(
+                    "Planned", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled"
+                )
+                return
             transfer = await plan_members(self, closing)
             if transfer is None:
                 return
@@ -274,8 +288,7 @@ class Executor:
             late_message = "no time is left in pausedSeconds to load and prove"
             await closing.refuse("Quiescing", Reason.PAUSED_DEADLINE, late_message, transfer=transfer)
             return False
-        await self.ledger.read_round()
-        if self.round_spec.get("cancel") or "deletionTimestamp" in (self.ledger.round or {}).get("metadata", {}):
+        if await self.cancelled():
             await closing.abort(
                 transfer, "Quiescing", Reason.CANCELLED, "cancelled before weights moved", outcome="Cancelled"
             )

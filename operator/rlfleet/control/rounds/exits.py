@@ -13,6 +13,7 @@ from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundG
 from rlfleet.control.rounds.outcome import settled
 from rlfleet.kube.errors import ApiError
 from rlfleet.kube.resources import SYNCROUNDS
+from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.holding import Wishes
 from rlfleet.plan.rounds import RoundRef
 from rlfleet.plan.triage import Settlement, ended_waiting, may_replace, triage
@@ -32,7 +33,7 @@ async def look_for_exits(run: Executor, ending: Ending) -> tuple[Wishes, RoundRe
         return Wishes(vanished=True), None
     assert ledger.round is not None
     me = ref_of(ledger.round)
-    if me.cancel or me.deleting:
+    if me.cancel or me.deleting or is_deleting(ledger.pipeline):
         return Wishes(cancelled=True), None
     # Looked for anew, not only asked: a trainer that was replaced has another pod.
     await run.sender.find(ledger.spec)

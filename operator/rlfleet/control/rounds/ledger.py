@@ -150,6 +150,7 @@ class Ledger:
         ``above``: the highest generation that any gate or sender showed. A conflict is re-read: if somebody else's
         operation appeared, the caller must decide anew (Conflict is raised); our own lost answer counts as success.
         """
+        await self._hold_pipeline()
         fence = next_fence(self._fence(), above, self.ctx.kube.last_date_ms)
         active = {**operation, "generation": fence, "holder": self.holder}
         before = self.status.get("activeOperation") or {}
@@ -174,6 +175,21 @@ class Ledger:
             raise
         self.generation = fence
         self._unsaid = [row(asked, Applied(), rfc3339(self.ctx.now_ms()))]
+
+    async def _hold_pipeline(self) -> None:
+        """Our finalizer on the pipeline, before the first claim: from then on gates know it and may open engines."""
+        meta = self.pipeline["metadata"]
+        finalizers = list(meta.get("finalizers") or [])
+        if labels.PIPELINE_FINALIZER in finalizers or "deletionTimestamp" in meta:
+            return
+        self.pipeline = await self.kube.patch_metadata(
+            RLPIPELINES,
+            self.namespace,
+            self.name,
+            resource_version=meta["resourceVersion"],
+            finalizers=[*finalizers, labels.PIPELINE_FINALIZER],
+            timeout=API_SECONDS,
+        )
 
     async def _claim_lost(self, asked: Presented) -> None:
         """Somebody wrote the pipeline first: a claim of theirs refuses ours, anything else only makes us look again."""
@@ -224,7 +240,10 @@ class Ledger:
 
     async def read_pipeline(self) -> None:
         """Read the pipeline live; another UID under the name is another pipeline."""
-        live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
+        try:
+            live = await self.kube.get(RLPIPELINES, self.namespace, self.name, timeout=API_SECONDS)
+        except NotFound as e:
+            raise FenceLost(f"{self.namespace}/{self.name} is gone") from e
         if live["metadata"]["uid"] != self.uid:
             raise FenceLost(f"{self.namespace}/{self.name} was deleted and created anew")
         self.pipeline = live
@@ -340,7 +359,10 @@ class Ledger:
         return int((self.round_status.get("lease") or {}).get("generation") or 0)
 
     async def set_finalizer(self, present: bool) -> None:
-        """Add or remove our finalizer on the round; no write when it is as wanted."""
+        """Add or remove our finalizer on the round; no write when it is as wanted.
+
+        With it the round gets its pipeline as an owner whose deletion waits for the round, whoever created it.
+        """
         assert self.round is not None
         for attempt in range(WRITE_TRIES):
             finalizers = list(self.round["metadata"].get("finalizers") or [])
@@ -358,6 +380,7 @@ class Ledger:
                     self.round["metadata"]["name"],
                     resource_version=self.round["metadata"]["resourceVersion"],
                     finalizers=wanted,
+                    owners=self._owners() if present else None,
                     timeout=API_SECONDS,
                 )
                 return
@@ -375,6 +398,12 @@ class Ledger:
                     if present:
                         raise
                     return
+
+    def _owners(self) -> list[Obj]:
+        assert self.round is not None
+        others = [o for o in self.round["metadata"].get("ownerReferences") or [] if o.get("uid") != self.uid]
+        mine = {"apiVersion": labels.API_VERSION, "kind": "RLPipeline", "name": self.name, "uid": self.uid}
+        return [*others, {**mine, "blockOwnerDeletion": True}]
 
     def lease(self) -> Obj:
         """The round's lease as we hold it now; ``acquiredAt`` stays while the generation does."""

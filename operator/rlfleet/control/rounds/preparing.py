@@ -146,8 +146,7 @@ async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bo
     deadline = run.deadline("stagingSeconds", "stagingAt")
     missing = await transfer.stage(transfer.plan.members, deadline=deadline)
     run.lap("stageMs", started)
-    await run.ledger.read_round()
-    if run.round_spec.get("cancel") or "deletionTimestamp" in (run.ledger.round or {}).get("metadata", {}):
+    if await run.cancelled():
         await closing.refuse("Staging", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled")
         return False
     limit = closing.limit(transfer)

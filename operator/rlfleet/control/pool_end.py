@@ -1,0 +1,119 @@
+"""The end of an EnginePool: its engines leave the routers and their pods go, then the pool does.
+
+Invariants:
+- the pool waits for a round that uses its engines, and for routers and pods, for FINALIZE_SECONDS at most;
+- an address is taken out of the routers twice: while its engine lives, so that requests stop coming, and once the pod
+  is gone, because until then its gate could have added it again;
+- pods are deleted under their UIDs. With ``--cascade=orphan`` they are left to whoever asked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
+from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.control import pool_pods
+from rlfleet.control.context import Context
+from rlfleet.control.deletion import release, server_ms
+from rlfleet.control.pool_memory import PoolMemory
+from rlfleet.control.queue import After, Done, Result
+from rlfleet.control.routers import Resolved, RouterClients
+from rlfleet.kube.client import Obj
+from rlfleet.kube.errors import Conflict, NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import ENGINEPOOLS
+from rlfleet.plan.deletion import holds_up, pool_waits_for
+from rlfleet.plan.lifecycle import PodFact, pod_fact
+from rlfleet.plan.pool import Delete
+
+#: Longest that the deletion of a pool waits for a round, for routers and for its pods.
+FINALIZE_SECONDS = 60.0
+
+
+async def finalize(
+    ctx: Context,
+    pool: Obj,
+    pipeline: Mapping[str, Any] | None,
+    facts: Sequence[PodFact],
+    found: Resolved,
+    clients: RouterClients,
+    memory: PoolMemory,
+) -> Result:
+    """Move the end of a pool on."""
+    if not holds_up(pool, labels.POOL_FINALIZER):
+        return Done()
+    meta = pool["metadata"]
+    late = (server_ms(ctx) - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
+    memory.see(facts, ctx.clock.monotonic())
+    active = ((pipeline or {}).get("status") or {}).get("activeOperation")
+    wait = pool_waits_for(active, tuple(f.name for f in facts), ())
+    if active and facts and wait and not late:
+        await _say(ctx, pool, wait)
+        return After(ctx.settings.boot_poll_seconds)
+
+    out = pool_pods.Outcome()
+    leaving = [*facts, *_orphaned(ctx, pool)]
+    for uid, departure in memory.departures.items():
+        if uid not in memory.facts and uid not in memory.swept:
+            departure.done.clear()
+            memory.swept.add(uid)
+    fence = int(((pipeline or {}).get("status") or {}).get("fence") or 0)
+    await pool_pods.unroute(ctx, pool, [f for f in leaving if f.ip], found, clients, memory, fence=fence, out=out)
+    out_of_routers = pool_pods.unrouted(memory, found, fence=fence)
+    gone = [
+        Delete(f, Reason.TERMINATING) for f in facts if not f.deleting and (late or not f.ip or f.uid in out_of_routers)
+    ]
+    await pool_pods.delete_pods(ctx, pool, gone, out)
+    wait = pool_waits_for(None, tuple(f.name for f in facts), tuple(p.message for p in out.problems))
+    if wait and not late:
+        await _say(ctx, pool, wait)
+        return After(ctx.settings.boot_poll_seconds)
+    if out.problems:
+        note = f"Deleted although routers could not be cleared for {FINALIZE_SECONDS:.0f} s: {out.problems[0].message}"
+        ctx.events.record(pool, "Warning", Reason.ROUTER_UNREACHABLE.value, note, action="Finalize")
+    await release(ctx, ENGINEPOOLS, pool)
+    return Done()
+
+
+def _orphaned(ctx: Context, pool: Obj) -> list[PodFact]:
+    """Pods that the garbage collector took from this pool (cascade orphan): known by UID from its status."""
+    meta = pool["metadata"]
+    known = {str(e.get("podUID")) for e in (pool.get("status") or {}).get("engines") or []}
+    return [
+        pod_fact(p, owner_uid=meta["uid"])
+        for p in ctx.pods.by_label(labels.POOL, meta["name"], namespace=meta["namespace"])
+        if p["metadata"]["uid"] in known and not p["metadata"].get("ownerReferences")
+    ]
+
+
+async def _say(ctx: Context, pool: Obj, message: str) -> None:
+    meta, status = pool["metadata"], pool.get("status") or {}
+    wanted = set_condition(
+        status.get("conditions") or [],
+        PoolCondition.PROGRESSING,
+        ConditionStatus.TRUE,
+        Reason.TERMINATING,
+        message,
+        int(meta.get("generation") or 0),
+        rfc3339(ctx.clock.wall_ms()),
+    )
+    if wanted == status.get("conditions"):
+        return
+    try:
+        await ctx.kube.at(Priority.DELETE, field_manager=labels.POOL_MANAGER).patch_status(
+            ENGINEPOOLS,
+            meta["namespace"],
+            meta["name"],
+            resource_version=meta["resourceVersion"],
+            status={"conditions": wanted},
+            timeout=ctx.settings.api_timeout,
+        )
+    except (Conflict, NotFound):
+        return  # it moved on; the next look says what is true then
+    ctx.metrics.write(ENGINEPOOLS.plural)
+
+
+__all__ = ["FINALIZE_SECONDS", "finalize"]
