@@ -39,11 +39,6 @@ LOOK_SECONDS = 1.0
 ORDER_SECONDS = 15.0
 
 
-def server_ms(ctx: Context) -> int:
-    """The apiserver's clock as of its last answer (whole seconds); ours before the first."""
-    return ctx.kube.last_date_ms or ctx.clock.wall_ms()
-
-
 # ---------------------------------------------------------------------------------------------- finalizers
 
 
@@ -85,7 +80,7 @@ async def release(ctx: Context, res: Resource, obj: Obj, *, ceiling: str = "") -
 
 async def release_overdue(ctx: Context, res: Resource, obj: Obj) -> bool:
     """Remove our finalizer if its ceiling is reached; True: it was."""
-    if not overdue(obj, FINALIZERS[res.plural], now_ms=server_ms(ctx)):
+    if not overdue(obj, FINALIZERS[res.plural], now_ms=ctx.now_ms()):
         return False
     said = ""
     for c in (obj.get("status") or {}).get("conditions") or []:
@@ -110,7 +105,7 @@ async def watch_deletion(ctx: Context, namespace: str, what: str) -> Result:
         return Done()
     if res is RLPIPELINES:
         await _say_waiting(ctx, obj)
-    return After(min(LOOK_SECONDS * 2, seconds_left(obj, now_ms=server_ms(ctx)) + 0.1), Priority.DELETE)
+    return After(min(LOOK_SECONDS * 2, seconds_left(obj, now_ms=ctx.now_ms()) + 0.1), Priority.DELETE)
 
 
 async def _say_waiting(ctx: Context, pipeline: Obj) -> None:
@@ -128,7 +123,7 @@ async def _say_waiting(ctx: Context, pipeline: Obj) -> None:
         Reason.TERMINATING,
         message,
         int(meta.get("generation") or 0),
-        rfc3339(ctx.clock.wall_ms()),
+        rfc3339(ctx.now_ms()),
     )
     if message and wanted != status.get("conditions"):
         try:
@@ -180,7 +175,7 @@ async def _refuse(ctx: Context, ledger: Ledger) -> None:
             message=f"RLPipeline {ledger.name} is being deleted: it takes no rounds any more. Wait until it is gone, "
             "create it again, and sync with the new one",
             committed=False,
-            now_ms=ctx.clock.wall_ms(),
+            now_ms=ctx.now_ms(),
         )
     )
     ctx.metrics.round_finished("Cancelled")
@@ -244,7 +239,7 @@ async def bury(ctx: Context, namespace: str, rounds: Iterable[Obj]) -> None:
                 reason=Reason.PIPELINE_NOT_FOUND,
                 message="its RLPipeline was deleted while it ran; engines that it had closed stay closed",
                 committed=bool(status.get("committed")),
-                now_ms=ctx.clock.wall_ms(),
+                now_ms=ctx.now_ms(),
             )
             try:
                 r = await ctx.kube.at(Priority.DELETE).patch_status(
@@ -262,4 +257,4 @@ async def bury(ctx: Context, namespace: str, rounds: Iterable[Obj]) -> None:
             await release(ctx, SYNCROUNDS, r)
 
 
-__all__ = ["bury", "end_pipeline", "is_deleting", "release", "release_overdue", "server_ms", "watch_deletion"]
+__all__ = ["bury", "end_pipeline", "is_deleting", "release", "release_overdue", "watch_deletion"]

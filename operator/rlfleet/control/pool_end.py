@@ -17,7 +17,7 @@ from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_c
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control import pool_pods
 from rlfleet.control.context import Context
-from rlfleet.control.deletion import release, server_ms
+from rlfleet.control.deletion import release
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result
 from rlfleet.control.routers import Resolved, RouterClients
@@ -46,7 +46,7 @@ async def finalize(
     if not holds_up(pool, labels.POOL_FINALIZER):
         return Done()
     meta = pool["metadata"]
-    late = (server_ms(ctx) - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
+    late = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
     memory.see(facts, ctx.clock.monotonic())
     active = ((pipeline or {}).get("status") or {}).get("activeOperation")
     wait = pool_waits_for(active, tuple(f.name for f in facts), ())
@@ -98,7 +98,7 @@ async def _say(ctx: Context, pool: Obj, message: str) -> None:
         Reason.TERMINATING,
         message,
         int(meta.get("generation") or 0),
-        rfc3339(ctx.clock.wall_ms()),
+        rfc3339(ctx.now_ms()),
     )
     if wanted == status.get("conditions"):
         return
