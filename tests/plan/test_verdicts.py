@@ -21,7 +21,7 @@ from rlfleet.plan.verdicts import (
     agree,
     conclude,
     enter,
-    left_behind,
+    replaceable,
     to_replace,
     unfenced,
     verdict,
@@ -212,15 +212,14 @@ def test_only_poisoned_pods_of_ours_are_replaced_and_only_if_asked() -> None:
     assert to_replace(engines, on_failure="Hold") == ()
 
 
-def test_engines_of_a_deleted_pipeline_of_the_same_name_are_replaced() -> None:
+def test_only_our_own_pods_on_their_feet_are_replaced_and_only_with_replace() -> None:
     engines = [
-        engine("ours", gate(pipeline="p")),
-        engine("fresh", gate(pipeline="", enrolled=False)),
-        engine("silent"),
-        engine("theirs", gate(pipeline="deleted")),
-        engine("leaving", gate(pipeline="deleted"), leaving=True),
-        engine("gone", gate(pipeline="deleted"), gone=True),
-        engine("adopted", gate(pipeline="deleted"), owned=False),
+        engine("other", gate()),
+        engine("theirs", gate()),
+        engine("leaving", gate(), leaving=True),
+        engine("gone", gate(), gone=True),
+        engine("adopted", gate(), owned=False),
     ]
-    assert left_behind(engines, pipeline="p", on_failure="Replace") == ("theirs",)
-    assert left_behind(engines, pipeline="p", on_failure="Hold") == ()
+    names = {"theirs", "leaving", "gone", "adopted"}
+    assert replaceable(engines, names, on_failure="Replace") == ("theirs",)
+    assert replaceable(engines, names, on_failure="Hold") == ()

@@ -142,12 +142,14 @@ async def _say_waiting(ctx: Context, pipeline: Obj) -> None:
 # ---------------------------------------------------------------------------------------------- pipeline
 
 
-async def end_pipeline(ctx: Context, ledger: Ledger, view: PipelineView, rounds: list[Obj]) -> Result:
+async def end_pipeline(
+    ctx: Context, ledger: Ledger, view: PipelineView, rounds: list[Obj], *, blocked: tuple[Reason, str] | None
+) -> Result:
     """An RLPipeline that is being deleted and has no round in its slot: settle, close, let go.
 
     Engines are closed under a claim of their own, the last one of this pipeline: nothing that was ordered before it can
     open an engine afterwards. Pools outlive their pipeline; their engines stay closed until another pipeline of that
-    name takes them over.
+    name takes them over. ``blocked``: why nothing can be claimed; then the ceiling decides.
     """
     for r in rounds:
         ledger.round = r
@@ -157,7 +159,9 @@ async def end_pipeline(ctx: Context, ledger: Ledger, view: PipelineView, rounds:
     ledger.round = None
     if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
         return Done()  # never claimed: its gates have never opened an engine
-    await view.observe()
+    if blocked is not None:
+        await view.write_if_changed((Reason.TERMINATING, f"can not close engines: {blocked[1]}"), trouble=blocked)
+        return After(LOOK_SECONDS * 5, Priority.DELETE)
     if any(not e.gone and not (e.unborn and e.status is None) for e in view.fleet.engines.values()):
         await _close_engines(ctx, ledger, view)
     await release(ctx, RLPIPELINES, ledger.pipeline)

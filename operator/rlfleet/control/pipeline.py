@@ -20,6 +20,7 @@ from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.deletion import bury, end_pipeline
+from rlfleet.control.identity import interrupted, poisoned_fence, recover, settle_outlived, shown_above, take_over
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -28,6 +29,7 @@ from rlfleet.control.rounds.ledger import (
     FenceLost,
     Ledger,
     RoundGone,
+    RoundStatusLost,
     committed_of,
     is_terminal,
     ref_of,
@@ -39,12 +41,13 @@ from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.deletion import is_deleting
+from rlfleet.plan.identity import poisoned_gates, strays, unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, can_join
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
 from rlfleet.plan.triage import triage
-from rlfleet.plan.verdicts import left_behind, to_replace
+from rlfleet.plan.verdicts import replaceable, to_replace
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -54,6 +57,8 @@ Obj = dict[str, Any]
 
 #: Seconds between two looks at the sender while a round waits for its version.
 WAIT_SECONDS = 0.2
+#: Seconds in which gates should answer before claimed work is taken up: only to see whether the status was set back.
+GLANCE_SECONDS = 1.0
 
 
 async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
@@ -65,6 +70,9 @@ async def reconcile_pipeline(ctx: Context, namespace: str, name: str) -> Result:
         # them in turn, so each loss waits longer than the one before; the next look sees what they left.
         log.warning("fence lost", extra={"pipeline": f"{namespace}/{name}", "why": str(e)})
         raise Retry(f"fence lost: {e}") from e
+    except RoundStatusLost as e:
+        log.warning("status of a round lost", extra={"pipeline": f"{namespace}/{name}", "why": str(e)})
+        raise Retry(f"status of a round lost: {e}") from e
     except RoundGone as e:
         log.warning("round vanished", extra={"pipeline": f"{namespace}/{name}", "round": str(e)})
         raise Retry(f"round vanished: {e}") from e
@@ -94,9 +102,19 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     active = (pipeline.get("status") or {}).get("activeOperation")
     ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
     view = PipelineView(ctx, ledger, sender, expected)
-    if is_deleting(pipeline) and (not active or active["uid"] == ledger.uid):
-        return await end_pipeline(ctx, ledger, view, rounds)
-    if active:
+    await view.observe(GLANCE_SECONDS if active else None)
+    blocked = poisoned_fence(ctx, ledger)
+    if is_deleting(pipeline) and (not active or blocked or active["uid"] == ledger.uid):
+        return await end_pipeline(ctx, ledger, view, rounds, blocked=blocked)
+    shown = None if blocked else shown_above(ctx, ledger, view)
+    if shown is not None:
+        ledger.round = interrupted(rounds, shown)
+        if ledger.round is None:
+            await recover(ctx, ledger, view, shown)
+        else:
+            await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
+    if active and not blocked:
         ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
         lost = ledger.round is not None and active.get("committed") and plan_of(ledger.round_status) is None
         if ledger.round is None or (lost and not is_terminal(ledger.round)):
@@ -109,14 +127,21 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     # 4. the unclaimed
     open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
     spec = pipeline["spec"]
-    await view.observe()
-    replaced = await _replace_left_behind(ctx, ledger, view)
+    replaced: frozenset[str] = frozenset()
+    if blocked is None:
+        for uid in await settle_outlived(ctx, ledger, view, open_rounds.values()):
+            del open_rounds[uid]
+        found = strays(view.fleet.engines.values(), pipeline=ledger.uid, now_ms=ctx.now_ms())
+        stubborn = await take_over(ctx, ledger, view, found) if found.closed else frozenset()
+        replaced = await _replace_strangers(ctx, ledger, view, {*found.open, *stubborn})
+    elif active:
+        open_rounds.pop(active["uid"], None)
     live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving and e.name not in replaced]
     todo = triage(
         [ref_of(r) for r in open_rounds.values()],
         committed=committed_of(pipeline),
-        sender=sender.status,
-        sender_problem=sender.problem,
+        sender=None if blocked else sender.status,
+        sender_problem=blocked or sender.problem,
         now_ms=ctx.now_ms(),
         pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
         joinable=sum(can_join(e) for e in live),
@@ -149,9 +174,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         ledger.round = open_rounds[todo.waiting.uid]
         await _say_waiting(ctx, ledger, todo.waiting, todo.why)
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
-    await view.write_if_changed(todo.why, trouble=_last_trouble(pipeline, rounds))
+    await view.write_if_changed(todo.why, trouble=blocked or _trouble(ctx, view, pipeline, rounds))
 
-    if todo.waiting is None:
+    if todo.waiting is None and blocked is None:
         await _replace_poisoned(ctx, ledger, view)
 
     # 6. history
@@ -204,6 +229,17 @@ def _last_trouble(pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None
     return Reason.parse(failure["reason"]), f"round {last} failed in {failure['stage']}: {failure['message']}"
 
 
+def _trouble(ctx: Context, view: PipelineView, pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None:
+    poisoned = poisoned_gates(view.fleet.engines.values(), now_ms=ctx.now_ms())
+    if poisoned:
+        return (
+            Reason.FENCE_POISONED,
+            f"the gates of {', '.join(poisoned[:4])} hold a fence more than a day ahead of the clock and refuse every "
+            "order: delete these pods",
+        )
+    return _last_trouble(pipeline, rounds)
+
+
 async def _replace_poisoned(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
     """Between rounds, delete pods that a round poisoned; their pool makes new ones (closed until the next round)."""
     names = to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"])
@@ -211,11 +247,18 @@ async def _replace_poisoned(ctx: Context, ledger: Ledger, view: PipelineView) ->
     await _replace(ctx, ledger, view, names, Reason.POISONED, why)
 
 
-async def _replace_left_behind(ctx: Context, ledger: Ledger, view: PipelineView) -> frozenset[str]:
-    """Delete pods whose gates belong to a deleted pipeline of our name; their names."""
-    names = left_behind(view.fleet.engines.values(), pipeline=ledger.uid, on_failure=ledger.spec["sync"]["onFailure"])
-    why = "its gate belongs to a deleted RLPipeline of the same name"
-    await _replace(ctx, ledger, view, names, Reason.OTHER_PIPELINE, why)
+async def _replace_strangers(ctx: Context, ledger: Ledger, view: PipelineView, others: Iterable[str]) -> frozenset[str]:
+    """Delete pods whose gates will never take an order of ours (``onFailure: Replace``); their names.
+
+    ``others`` belong to a deleted pipeline of our name and may serve what it committed. A gate with a poisoned fence
+    takes orders from nobody.
+    """
+    poisoned = poisoned_gates(view.fleet.engines.values(), now_ms=ctx.now_ms())
+    names = replaceable(view.fleet.engines.values(), {*others, *poisoned}, on_failure=ledger.spec["sync"]["onFailure"])
+    theirs = "its gate belongs to a deleted RLPipeline of the same name"
+    damaged = "its gate holds a fence that no operator can have written: its disk was restored or altered"
+    await _replace(ctx, ledger, view, [n for n in names if n in poisoned], Reason.FENCE_POISONED, damaged)
+    await _replace(ctx, ledger, view, [n for n in names if n not in poisoned], Reason.OTHER_PIPELINE, theirs)
     return frozenset(names)
 
 
@@ -300,15 +343,16 @@ class PipelineView:
         self.fleet = fleet
         return self
 
-    async def observe(self) -> None:
-        """Read pods and gates."""
+    async def observe(self, seconds: float | None = None) -> None:
+        """Read pods and gates; ``seconds``: how long each gate may take to answer (None: as long as any call)."""
         await self.fleet.read_pods()
-        await self.fleet.poll()
+        await self.fleet.poll(seconds=seconds)
 
     def facts(self, committed: Committed | None) -> FleetFacts:
         """Engines counted; those that pools still owe count as missing."""
         found = count(list(self.fleet.engines.values()), committed)
-        return replace(found, total=max(found.total, self.expected))
+        lost = unrecorded(self.fleet.engines.values(), pipeline=self.ledger.uid) if committed is None else ()
+        return replace(found, total=max(found.total, self.expected), unrecorded=lost)
 
     def sender_status(self) -> Obj:
         """``sender`` and ``cacheReady`` as observed; absent ones are deleted."""

@@ -221,6 +221,12 @@ def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[s
             Reason.VERSIONS_DIFFER,
             f"open with {held}, committed is version {committed.version}",
         )
+    if committed is None and holds is not None and gate.engine.paused is False:
+        return Derived(
+            EngineState.LOADING,
+            Reason.COMMITTED_UNKNOWN,
+            f"serves version {holds.version}, which it has proven; the record of what is committed was lost",
+        )
     if gate.loads and gate.loads[-1].state is not OperationState.SUCCEEDED:
         return Derived(
             EngineState.QUARANTINED,

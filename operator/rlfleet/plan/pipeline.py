@@ -24,6 +24,8 @@ class FleetFacts:
     active: int
     closed: tuple[str, ...]
     silent: tuple[str, ...]
+    unrecorded: tuple[str, ...] = ()
+    """Nothing is recorded as committed, and these serve proven weights all the same."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,6 +79,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def _unrecorded(facts: FleetFacts) -> str:
+    return (
+        f"status.committed was lost. {len(facts.unrecorded)} engines go on serving the weights that they have proven "
+        f"({_some(facts.unrecorded)}); none that is closed is opened. Sync again: the next round commits anew"
+    )
+
+
 def conditions(
     existing: Sequence[Mapping[str, Any]],
     *,
@@ -104,7 +113,9 @@ def conditions(
         put(PipelineCondition.PROGRESSING, True, *working)
     else:
         put(PipelineCondition.PROGRESSING, False, Reason.IDLE, "no round runs")
-    if committed is None:
+    if facts.unrecorded:
+        put(PipelineCondition.READY, False, Reason.COMMITTED_UNKNOWN, _unrecorded(facts))
+    elif committed is None:
         put(
             PipelineCondition.READY, False, Reason.NOTHING_COMMITTED, "no version is committed yet: sync the base first"
         )
@@ -134,6 +145,8 @@ def conditions(
         )
     if trouble is not None:
         put(PipelineCondition.DEGRADED, True, *trouble)
+    elif facts.unrecorded:
+        put(PipelineCondition.DEGRADED, True, Reason.COMMITTED_UNKNOWN, _unrecorded(facts))
     elif facts.silent:
         put(
             PipelineCondition.DEGRADED,

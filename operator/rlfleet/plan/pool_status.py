@@ -191,7 +191,7 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
             return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
         return type_, ConditionStatus.TRUE, Reason.ALL_ENGINES_ACTIVE, text
     waiting = [r.derived.reason for r in rows if r.derived.state is EngineState.LOADING]
-    for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND):
+    for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND, Reason.COMMITTED_UNKNOWN):
         if waiting and all(w is reason for w in waiting) and len(waiting) + active == o.replicas:
             return type_, ConditionStatus.FALSE, reason, f"{text}; {reason.meaning}"
     return type_, ConditionStatus.FALSE, Reason.ENGINES_NOT_ACTIVE, text
@@ -222,6 +222,11 @@ def _open(row: Row, routers: frozenset[str]) -> bool:
     return not routers or any(gate.routed.get(r) for r in routers)
 
 
+def _unrecorded(row: Row) -> bool:
+    """It serves what it has proven, although no record says any more what is committed."""
+    return row.derived.reason is Reason.COMMITTED_UNKNOWN
+
+
 def _consistent(o: Observed, rows: Sequence[Row]) -> Verdict:
     type_ = PoolCondition.VERSION_CONSISTENT
     if not o.pipeline_found and rows:
@@ -230,7 +235,7 @@ def _consistent(o: Observed, rows: Sequence[Row]) -> Verdict:
     held = {
         (r.gate.holds.version, r.gate.holds.manifest_digest) if r.gate and r.gate.holds else None
         for r in rows
-        if r.derived.state in (EngineState.ACTIVE, EngineState.QUARANTINED) and _open(r, o.routers)
+        if (r.derived.state in (EngineState.ACTIVE, EngineState.QUARANTINED) or _unrecorded(r)) and _open(r, o.routers)
     }
     silent = sum(not r.answered and r.derived.state is EngineState.ACTIVE for r in rows)
     if len(held) > 1:
@@ -251,7 +256,7 @@ def _admission(o: Observed, rows: Sequence[Row]) -> Verdict:
     if not o.pipeline_found and rows:
         message = "without their pipeline no gate is asked: engines that were open may still serve"
         return type_, ConditionStatus.UNKNOWN, Reason.PIPELINE_NOT_FOUND, message
-    active = [r for r in rows if r.derived.state is EngineState.ACTIVE]
+    active = [r for r in rows if r.derived.state is EngineState.ACTIVE or (_unrecorded(r) and _open(r, o.routers))]
     if any(r.answered for r in active):
         reason = Reason.ENGINES_OPEN if o.routers else Reason.NO_ROUTERS
         return type_, ConditionStatus.TRUE, reason, ""

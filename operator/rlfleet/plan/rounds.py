@@ -119,10 +119,14 @@ def unavailable_limit(max_unavailable: int | str, total: int) -> int:
 
 
 def can_join(e: Engine) -> bool:
-    """The gate answers, is enrolled, and its engine process is up: the engine can be a member of a round."""
+    """The gate answers, is enrolled, and its engine process is up: the engine can be a member of a round.
+
+    A gate that was just taken over from a deleted pipeline holds our fence, and must still be enrolled with us.
+    """
     return (
         e.status is not None
         and e.status.enrolled
+        and (not e.status.pipeline or e.status.fence.pipeline in ("", e.status.pipeline))
         and e.status.incarnation is not None
         and e.status.engine.state is EngineState.READY
     )

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -312,21 +312,11 @@ def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]
     )
 
 
-def left_behind(engines: Iterable[Engine], *, pipeline: str, on_failure: str) -> tuple[str, ...]:
-    """Engines that still belong to a deleted pipeline of the same name, to be replaced before a round (``Replace``).
+def replaceable(engines: Iterable[Engine], names: Container[str], *, on_failure: str) -> tuple[str, ...]:
+    """Of these engines the ones that may be replaced: pods that we own, on their feet, with ``onFailure: Replace``.
 
-    Their gates keep the fence of that pipeline while they are open, so no order of ours would be taken, and what they
-    serve is not what this pipeline (UID ``pipeline``) committed. With ``Hold`` they stay and the pool says so.
+    With ``Hold`` they stay, and a condition names them.
     """
     if on_failure != "Replace":
         return ()
-    return tuple(
-        e.name
-        for e in engines
-        if e.owned
-        and not e.gone
-        and not e.leaving
-        and e.status is not None
-        and e.status.enrolled
-        and e.status.pipeline not in ("", pipeline)
-    )
+    return tuple(e.name for e in engines if e.name in names and e.owned and not e.gone and not e.leaving)

@@ -14,6 +14,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import PeerError, Refused
 from rlfleet.control.rounds.ledger import FenceLost
 from rlfleet.plan.claims import Barrier, Step, barrier_step
+from rlfleet.plan.identity import is_poisoned
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.executor import Executor
@@ -61,7 +62,11 @@ async def _fence_sender(run: Executor) -> int:
     try:
         run.sender.status = await run.ctx.peers.sender_fence(run.sender.peer, run.caller)
     except Refused as e:
-        return e.body.held.generation if e.body.held is not None else 0
+        held = e.body.held.generation if e.body.held is not None else 0
+        if not is_poisoned(held, now_ms=run.ctx.now_ms()):
+            return held
+        run.sender.status = None
+        run.sender.problem = Reason.FENCE_POISONED, f"{e}; restart the trainer"
     except PeerError as e:
         run.sender.status = None
         run.sender.problem = Reason.SENDER_UNREACHABLE, str(e)

@@ -166,7 +166,7 @@ class Executor:
     async def execute(self, extra: dict[str, Any]) -> None:
         """Claim and carry the round to its end (or to Holding's, however long that takes)."""
         active = self.ledger.status.get("activeOperation") or {}
-        self.takeover = active.get("uid") == self.round_uid
+        self.takeover = active.get("uid") == self.round_uid or bool(self.ledger.round_status.get("lease"))
         await self.claim(extra)
         closing = Closing(self)
         if self.ledger.round_status.get("phase") in TERMINAL:
@@ -264,9 +264,9 @@ class Executor:
             )
             transfer.trouble.note_results(closed)
         order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]))
-        # After a takeover the pause is proven anew: an abort that died may have resumed engines since.
+        # Always proven anew: before a takeover, or before a status was lost, an abort may have resumed engines.
         results = await self.fleet.run(
-            self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline, again=self.takeover
+            self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline, again=True
         )
         transfer.trouble.note_results(results)
         self.lap("quiesceMs", started)

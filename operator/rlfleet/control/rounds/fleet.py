@@ -21,6 +21,7 @@ from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent, fan_
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
+from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.rounds import Engine
 
 if TYPE_CHECKING:
@@ -163,15 +164,26 @@ class Fleet:
         """Names of pods that are not proven gone."""
         return sorted(name for name, e in self.engines.items() if not e.gone)
 
-    async def poll(self, names: Iterable[str] | None = None) -> None:
-        """Ask gates for their status; those that do not answer become unknown."""
+    async def poll(self, names: Iterable[str] | None = None, *, seconds: float | None = None) -> None:
+        """Ask gates for their status; those that do not answer (within ``seconds``) become unknown."""
+
+        async def ask(name: str) -> wire.GateStatus:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self.ctx.peers.gate_status(self.peers[name], self.pipeline_uid)
+            except TimeoutError as e:
+                raise Silent(self.peers[name], f"no answer within {seconds:g} s") from e
+
         targets = [n for n in (self.live() if names is None else names) if n in self.peers]
-        answers = await fan_out(targets, lambda n: self.ctx.peers.gate_status(self.peers[n], self.pipeline_uid))
+        answers = await fan_out(targets, ask)
         for name, answer in answers.items():
             self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
 
     async def fence(self, caller: Caller, names: Iterable[str] | None = None) -> int:
-        """Raise the fence at gates and read their status; the highest generation that a gate refused us with, or 0."""
+        """Raise the fence at gates and read their status; the highest generation that a gate refused us with, or 0.
+
+        A gate with a poisoned fence is no reason to claim above it: that would carry the damage to everybody.
+        """
         targets = [n for n in (self.live() if names is None else names) if n in self.peers]
         answers = await fan_out(targets, lambda n: self.ctx.peers.gate_fence(self.peers[n], caller))
         above = 0
@@ -179,7 +191,11 @@ class Fleet:
             refusal = answer.body.reason.value if isinstance(answer, Refused) else ""
             self.take(name, answer if isinstance(answer, wire.GateStatus) else None, refusal)
             if isinstance(answer, Refused) and answer.body.held is not None:
-                above = max(above, answer.body.held.generation)
+                held = answer.body.held.generation
+                if is_poisoned(held, now_ms=self.ctx.now_ms()):
+                    self.take(name, None, f"{Reason.FENCE_POISONED.value}: it holds generation {held}")
+                else:
+                    above = max(above, held)
         return above
 
     def attempts(self, name: str, caller: Caller, step: str) -> int:
@@ -320,6 +336,13 @@ class SenderLink:
         try:
             self.status = await self.ctx.peers.sender_status(self.peer, self.pipeline_uid)
             self.problem = None
+            held = self.status.fence.generation
+            if is_poisoned(held, now_ms=self.ctx.now_ms()):
+                self.status = None
+                self.problem = (
+                    Reason.FENCE_POISONED,
+                    f"the sender holds generation {held}, more than a day ahead of the clock: restart the trainer",
+                )
         except Silent as e:
             self.status = None
             self.problem = Reason.SENDER_UNREACHABLE, str(e)

@@ -55,6 +55,10 @@ class RoundGone(Exception):
     """The SyncRound that we execute was deleted by force (its finalizer removed) or replaced by another UID."""
 
 
+class RoundStatusLost(Exception):
+    """The round's status was wiped or set back while we execute it: what we wrote into it is not there any more."""
+
+
 def committed_of(pipeline: Mapping[str, Any]) -> Committed | None:
     """``status.committed`` as the planner sees it."""
     raw = (pipeline.get("status") or {}).get("committed")
@@ -260,7 +264,11 @@ class Ledger:
             raise RoundGone(meta["name"]) from e
         if live["metadata"]["uid"] != meta["uid"]:
             raise RoundGone(meta["name"])
+        mine = self._leased() == self.generation
         self.round = live
+        if mine and self.generation and self._leased() < self.generation:
+            # Plan and deadlines went with it: the next look takes the round over with what the gates say.
+            raise RoundStatusLost(f"{meta['name']}: its status no longer has our lease {self.generation}")
 
     async def write_round(self, status: Obj, *, op: AttemptOp = AttemptOp.ADVANCE, what: str = "") -> None:
         """Write round status under its resourceVersion, if plan.attempts.decide lets us; FenceLost otherwise.
