@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
 from rlfleet.api.timestamps import rfc3339
+from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.queue import After, Done, Result
 from rlfleet.control.rounds.ledger import API_SECONDS, WRITE_TRIES, Ledger, is_terminal
 from rlfleet.control.rounds.outcome import settled
@@ -180,7 +181,9 @@ async def _refuse(ctx: Context, ledger: Ledger) -> None:
             "create it again, and sync with the new one",
             committed=False,
             now_ms=ctx.now_ms(),
-        )
+        ),
+        op=AttemptOp.SETTLE,
+        what="Cancelled",
     )
     ctx.metrics.round_finished("Cancelled")
 

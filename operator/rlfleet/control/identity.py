@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.rounds.ledger import Ledger, is_terminal
 from rlfleet.control.rounds.outcome import settled
 from rlfleet.control.rounds.outside import Outside
@@ -115,7 +116,9 @@ async def settle_outlived(ctx: Context, ledger: Ledger, view: PipelineView, roun
                 f"{shown.generation} of other work: its status was set back to before its end. Sync again",
                 committed=bool(ledger.round_status.get("committed")),
                 now_ms=ctx.now_ms(),
-            )
+            ),
+            op=AttemptOp.SETTLE,
+            what="Failed",
         )
         await ledger.set_finalizer(False)
         ctx.metrics.round_finished("Failed")
