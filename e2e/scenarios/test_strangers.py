@@ -44,14 +44,20 @@ def test_a_pod_with_an_engines_labels_is_no_member_and_holds_nothing_up(fleet: F
     assert fleet.status("rlpipeline", "p")["engines"] == {"total": 1, "active": 1}
 
 
-def test_a_pipeline_made_anew_replaces_the_engines_of_the_deleted_one(fleet: Fleet, cluster: LocalCluster) -> None:
+def test_a_pipeline_made_anew_replaces_engines_that_the_deleted_one_left_open(
+    fleet: Fleet, cluster: LocalCluster
+) -> None:
     fleet.pipeline()
     fleet.pool(1)
     fleet.trainer()
     old = fleet.ready_engines(1)
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
     before = fleet.get("rlpipeline", "p")["metadata"]["uid"]
+    # Somebody takes our finalizer away, so that nobody closes the engines before the pipeline is gone.
+    unheld = ("--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+    cluster.kubectl("patch", "rlpipeline", "p", f"--namespace={fleet.namespace}", *unheld)
     cluster.kubectl("delete", "rlpipeline", "p", f"--namespace={fleet.namespace}")
+    assert not fleet.paused(old[0])
     fleet.pipeline()
     assert fleet.get("rlpipeline", "p")["metadata"]["uid"] != before
     new = fleet.replaced(old)

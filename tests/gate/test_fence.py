@@ -92,6 +92,33 @@ def test_enroll_does_not_raise_a_held_fence_and_is_refused_below_it(operator: Op
     assert caller(gate, "", 1400).enroll().json()["reason"] == "StaleFence"
 
 
+def test_every_way_in_names_what_is_held_when_it_refuses(operator: Operator, gate: Gate) -> None:
+    """Fence, operation, enrolment and push: whoever loses learns to what, and can claim above it."""
+    weights = Weights.of(1)
+    operator.prepare(weights, 1)
+    newest = caller(gate, "round-9", 2000)
+    newest.fence()
+    held = {"pipeline": "pipeline-uid", "operation": "round-9", "generation": 2000}
+    poison = int(time.time() * 1000) + MAX_AHEAD_MS + 60_000
+    answers = {
+        "fence, lower": operator.fence(),
+        "fence, equal": caller(gate, "round-8", 2000).fence(),
+        "fence, other pipeline": caller(gate, "round-8", 2000, "other-uid").fence(),
+        "fence, poisoned": caller(gate, "round-8", poison).fence(),
+        "operation, lower": operator.start("Discard"),
+        "operation, poisoned": caller(gate, "round-8", poison).start("Discard"),
+        "operation, other pipeline": caller(gate, "round-8", 3000, "other-uid").start("Discard"),
+        "enrolment, lower": caller(gate, "", 1500).enroll(),
+        "enrolment, other pipeline": caller(gate, "", 1500, "other-uid").enroll(),
+        "push, lower": operator.push("buckets/0", weights.buckets[0]),
+        "push, equal": caller(gate, "round-8", 2000).push("buckets/0", weights.buckets[0]),
+    }
+    assert {name: (a.status_code, a.json().get("held")) for name, a in answers.items()} == dict.fromkeys(
+        answers, (412, held)
+    )
+    assert newest.status()["fence"] == held
+
+
 def test_the_fence_survives_sigkill(operator: Operator, gate: Gate) -> None:
     newer = caller(gate, "round-2", 3000)
     assert newer.fence().status_code == 200

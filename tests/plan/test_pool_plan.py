@@ -28,6 +28,14 @@ def test_missing_indices_are_created() -> None:
     assert plan(2, may_create=False).create == ()
 
 
+def test_listed_devices_are_given_away_only_once_an_earlier_pool_of_the_name_is_off_them() -> None:
+    waiting = plan(2, slots=2, foreign=1)
+    assert waiting.create == ()
+    assert [reason for reason, _ in waiting.waits] == [Reason.TERMINATING]
+    assert indices(plan(2, slots=2)) == [0, 1]
+    assert indices(plan(2, foreign=1)) == [0, 1], "where the scheduler places pods it also counts devices"
+
+
 def test_names_are_derived_from_what_is_replaced() -> None:
     first, again = plan(1).create[0], plan(1).create[0]
     assert first == again

@@ -134,6 +134,52 @@ def test_a_lower_generation_changes_nothing(
     assert status.in_flight is None
 
 
+@pytest.mark.parametrize("path", WRITES)
+def test_every_way_in_names_what_is_held_when_it_refuses(
+    path: str, sender: WeightSender, operator: Operator, make_operator: Operators
+) -> None:
+    manifest = sender.publish(1, weights())
+    holder = make_operator(sender)
+    holder.generation = operator.generation + 1
+    assert holder.hold(1).status_code == 200
+    held = holder.fence()
+    two_days = 2 * 24 * 3600 * 1000
+    for change in (
+        {"generation": operator.generation},
+        {"generation": holder.generation},
+        {"generation": holder.generation + 1, "pipeline": "another-pipeline"},
+        {"generation": holder.generation + two_days},
+    ):
+        other = make_operator(sender)
+        for name, value in change.items():
+            setattr(other, name, value)
+        bodies = {
+            "/v1/hold": other.fence(version=1, deadlineSeconds=9),
+            "/v1/operations": other.request(push_to("http://127.0.0.1:1", manifest.digest)),
+        }
+        answer = other.post(path, bodies.get(path, other.fence()))
+        assert (answer.status_code, answer.json()["held"]) == (412, held), change
+    assert holder.status().fence == wire.Held(**held)
+
+
+def test_an_answer_that_was_lost_is_asked_for_again_by_a_successor(
+    sender: WeightSender, operator: Operator, make_operator: Operators
+) -> None:
+    manifest = sender.publish(1, weights())
+    with Receiver() as gate:
+        body = operator.request(push_to(gate.url, manifest.digest))
+        operator.post("/v1/operations", body)  # nobody reads what came of it
+        heir = make_operator(sender)
+        heir.operation, heir.generation = operator.operation, operator.generation + 1
+        assert heir.post("/v1/fence", heir.fence()).status_code == 200
+        record = heir.ended(body["id"])
+        assert (record.state, record.generation) == (wire.OperationState.SUCCEEDED, operator.generation)
+        again = heir.post("/v1/operations", heir.request(push_to(gate.url, manifest.digest)))
+        assert (again.status_code, again.json()["id"]) == (200, body["id"])
+        # Who was deposed learns nothing new and starts nothing.
+        assert reason(operator.post("/v1/operations", body)) == (412, "StaleFence")
+
+
 def test_another_pipeline_may_only_come_when_nothing_is_held(
     sender: WeightSender, operator: Operator, make_operator: Operators
 ) -> None:

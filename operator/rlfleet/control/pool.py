@@ -23,6 +23,7 @@ from rlfleet.control.context import Context
 from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
+from rlfleet.control.rounds.fleet import is_owned
 from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
@@ -134,6 +135,7 @@ class PoolReconciler:
             replicas=int(pool["spec"].get("replicas", 1)),
             pods=tuple(facts),
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
+            foreign=self._foreign(pool),
             may_create=valid and pipeline is not None and not is_deleting(pipeline),
             may_remove=not status.get("activeOperation"),
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
@@ -176,6 +178,12 @@ class PoolReconciler:
         pods = self._ctx.pods.by_label(labels.POOL, meta["name"], namespace=meta["namespace"])
         facts = [pod_fact(p, owner_uid=meta["uid"]) for p in pods]
         return [f for f in facts if f.owned]
+
+    def _foreign(self, pool: Obj) -> int:
+        """Pods that an EnginePool of this name and another UID left running."""
+        meta = pool["metadata"]
+        pods = self._ctx.pods.by_label(labels.POOL, meta["name"], namespace=meta["namespace"])
+        return sum(is_owned(p) and not (f := pod_fact(p, owner_uid=meta["uid"])).owned and not f.finished for p in pods)
 
     async def _note_routers(self, key: tuple[str, str], found: routers.Resolved) -> None:
         self._router_urls[key] = {e.url for e in found.endpoints}

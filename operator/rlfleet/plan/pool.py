@@ -28,6 +28,8 @@ class PoolView:
     pods: tuple[PodFact, ...]
     slots: int | None = None
     """Placement Pinned: how many engines the listed devices are enough for."""
+    foreign: int = 0
+    """Pods of an earlier pool of this name that still run."""
     may_create: bool = True
     may_remove: bool = True
     unrouted: frozenset[str] = frozenset()
@@ -101,6 +103,12 @@ def plan_pods(view: PoolView) -> PodPlan:
     if later and view.may_create:
         waits.append((Reason.REPLACING, f"{len(later)} failed engines are replaced after a pause"))
     create = [c for c in create if c.index not in view.held_back] if view.may_create else []
+    if create and view.foreign and view.slots is not None:
+        # Listed devices are given to a pod without asking the scheduler: nobody else keeps two pods off one device.
+        waits.append(
+            (Reason.TERMINATING, f"{view.foreign} pods of a deleted pool of this name may still use the listed devices")
+        )
+        create = []
 
     surplus: list[Delete] = []
     ended: list[PodFact] = []

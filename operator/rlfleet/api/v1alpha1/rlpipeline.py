@@ -338,14 +338,17 @@ class RLPipelineStatus(Status):
         default=0,
         ge=0,
         le=MAX_EXACT,
-        description="Highest generation claimed. Gates and the sender refuse calls of a lower one.",
+        description="Highest generation claimed. Gates and the sender refuse calls of a lower one. It may be removed "
+        "(never lowered): the next claim is above what gates hold.",
         json_schema_extra=rules(rule("self >= oldSelf", "fence never decreases")),
     )
     active_operation: ActiveOperation | None = Field(
         default=None, description="The work that owns the engines now; absent when none runs."
     )
     committed: CommittedVersion | None = Field(
-        default=None, description="The version that engines may serve; absent before the first round."
+        default=None,
+        description="The version that engines may serve; absent before the first round, and after its record was lost "
+        "(condition reason CommittedUnknown).",
     )
     cache_ready: CacheReady | None = Field(
         default=None, description="Newest complete weights at the sender; absent before the sender is ready."
