@@ -71,6 +71,8 @@ class OperatorMetrics:
             "rlfleet_mutations_refused",
             "Mutations not sent because this process does not lead.",
             ["target"],
+            registry=r,
+        )
         self._ceilings = Counter(
             "rlfleet_finalizer_ceiling",
             "Finalizers removed after 300 s although what they wait for had not happened.",
