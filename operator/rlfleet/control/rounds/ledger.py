@@ -154,13 +154,13 @@ class Ledger:
         ``above``: the highest generation that any gate or sender showed. A conflict is re-read: if somebody else's
         operation appeared, the caller must decide anew (Conflict is raised); our own lost answer counts as success.
         """
-        await self._hold_pipeline()
         fence = next_fence(self._fence(), above, self.ctx.kube.last_date_ms)
         active = {**operation, "generation": fence, "holder": self.holder}
         before = self.status.get("activeOperation") or {}
         again = before.get("uid") == active["uid"] or bool(self.round_status.get("lease"))
         asked = self._presented(AttemptOp.HANDOFF if again else AttemptOp.CLAIM, "slot", generation=fence)
         try:
+            await self._hold_pipeline()
             self.pipeline = await self.kube.patch_status(
                 RLPIPELINES,
                 self.namespace,
