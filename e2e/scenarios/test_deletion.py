@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -113,8 +114,156 @@ def test_a_pipeline_deleted_in_holding_closes_its_engines_first(fleet: Fleet) ->
     delete_pipeline_in(fleet, "Holding", "foreground")
 
 
+def test_a_pool_deleted_in_a_round_leaves_no_router_entry_and_no_pod(fleet: Fleet) -> None:
+    router, pods = routed_fleet(fleet, 2, sync=SYNC)
+    with round_in(fleet, "Transferring", pods) as name:
+        delete(fleet, "enginepool/e", wait="--wait=false")
+        said = wait_until(
+            lambda: message(fleet.get("enginepool", "e"), "Progressing"), "the pool to say what it awaits"
+        )
+        assert name in said
+        assert {p["metadata"]["uid"] for p in fleet.engines()} == {p["metadata"]["uid"] for p in pods}
+        done = fleet.ended(name)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    wait_until(lambda: not left(fleet, "enginepools"), "the pool to be gone")
+    # Not later: whoever waits for the deletion knows that nothing is left.
+    assert fleet.engines() == []
+    assert router.listed() == set()
+    assert held_by_us(fleet) == ["rlpipelines/p"]
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == 1
+
+
+def test_what_is_deleted_while_no_operator_runs_goes_when_one_comes(fleet: Fleet, operator: Operator) -> None:
+    serialized_fleet(fleet, 1)
+    fleet.apply("RLPipeline", "never", fleet.get("rlpipeline", "p")["spec"])
+    operator.kill()
+    delete(fleet, "rlpipeline/never", wait="--timeout=20s")  # nobody ever claimed it
+    name = fleet.order(1)
+    delete(fleet, f"syncround/{name}", wait="--timeout=20s")
+    for what in ("rlpipeline/p", "enginepool/e"):
+        delete(fleet, what, wait="--wait=false")
+    assert held_by_us(fleet) == ["rlpipelines/p", "enginepools/e"]
+    operator.start()
+    for kind in ("rlpipelines", "enginepools", "syncrounds"):
+        wait_until(lambda kind=kind: not left(fleet, kind), f"{kind} to be gone")  # type: ignore[misc]
+    assert held_by_us(fleet) == []
+    wait_until(lambda: not fleet.engines(), "engines to be gone")
+
+
+@contextlib.contextmanager
+def own_namespace(fleet: Fleet) -> Any:
+    """Another namespace, which the test itself deletes; the fleet in it."""
+    name = f"{fleet.namespace}-own"
+    fleet.cluster.kubectl("create", "namespace", name)
+    fleet.cluster.kubectl("wait", "--for=create", "serviceaccount/default", f"--namespace={name}", "--timeout=60s")
+    fleet.cluster.kubectl("wait", "--for=create", "configmap/kube-root-ca.crt", f"--namespace={name}", "--timeout=60s")
+    yield Fleet(fleet.cluster, name)
+
+
+def test_a_namespace_deleted_in_a_round_goes_and_nothing_loops(fleet: Fleet, operator: Operator) -> None:
+    with own_namespace(fleet) as mine:
+        pods = serialized_fleet(mine, 2, sync=SYNC)
+        with round_in(mine, "Transferring", pods):
+            mark, logged = fleet.cluster.audit_mark(), len(operator.log.read_text())
+            fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--timeout=120s")
+    refused = [e for e in fleet.cluster.audit(mark) if e.namespace == mine.namespace and e.code == 403]
+    assert len([e for e in refused if "rlfleet" in e.user]) < 10, refused
+    said = operator.log.read_text()[logged:]
+    assert "Traceback" not in said
+    assert said.count('"ERROR"') == 0
+    assert said.count('"WARNING"') < 10, said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_pipeline_is_deleted_in_every_phase(fleet: Fleet, phase: str, mode: str) -> None:
     delete_pipeline_in(fleet, phase, mode)
+
+
+def delete_round_in(fleet: Fleet, phase: str, mode: str) -> None:
+    """Delete a round in a phase: it ends by the table of its phases, and the fleet serves what is committed."""
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    with round_in(fleet, phase, pods) as name:
+        delete(fleet, f"syncround/{name}", mode=mode)
+    wait_until(lambda: not fleet.status("rlpipeline", "p").get("activeOperation"), "the slot to be free")
+    committed = fleet.status("rlpipeline", "p")["committed"]["version"]
+    assert committed == (1 if phase in ("Transferring", "Committed") else -1)
+    if phase != "Holding":
+        assert [fleet.label(p) for p in pods] == [str(committed)] * 2
+        assert not any(fleet.paused(p) for p in pods)
+    assert [f for f in held_by_us(fleet) if f.startswith("syncrounds/")] == []
+    # The same order once more is another round under the same name.
+    fleet.publish(2)
+    assert fleet.ended(fleet.order(2))["status"]["phase"] == "Succeeded"
+    assert not any(fleet.paused(p) for p in fleet.ready_engines(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_round_is_deleted_in_every_phase(fleet: Fleet, phase: str, mode: str) -> None:
+    delete_round_in(fleet, phase, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_pool_is_deleted_in_every_phase(fleet: Fleet, phase: str, mode: str) -> None:
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    with round_in(fleet, phase, pods) as name:
+        delete(fleet, "enginepool/e", mode=mode)
+        if mode == "orphan":
+            assert {p["metadata"]["uid"] for p in fleet.engines()} == {p["metadata"]["uid"] for p in pods}
+            for pod in fleet.engines():
+                delete(fleet, f"pod/{pod['metadata']['name']}", wait="--wait=false")
+        wait_until(lambda: not fleet.engines(), "the pods to be gone")
+    if phase == "Pending":
+        fleet.publish(1)
+    done = fleet.ended(name)
+    assert done["status"]["phase"] in ENDED
+    assert held_by_us(fleet) == ["rlpipelines/p"]
+    # A pool of the same name is another one: new pods, and the next round brings them the weights.
+    fleet.pool(1)
+    fresh = fleet.ready_engines(1)
+    assert not {p["metadata"]["uid"] for p in fresh} & {p["metadata"]["uid"] for p in pods}
+    assert fleet.sync(3)["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_namespace_is_deleted_in_every_phase(fleet: Fleet, phase: str) -> None:
+    with own_namespace(fleet) as mine:
+        pods = serialized_fleet(mine, 2, sync=SYNC)
+        with round_in(mine, phase, pods):
+            if phase == "Holding":
+                # A frozen gate keeps its pod from ending in time; the kubelet kills it after its grace.
+                fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--wait=false")
+        fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--timeout=120s", "--ignore-not-found")
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_answers_holds_a_deletion_up_for_five_minutes_only(
+    fleet: Fleet, cluster: LocalCluster, operator: Operator
+) -> None:
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    silent = pods[0]["metadata"]["name"]
+    cluster.hollow.freeze(fleet.namespace, silent, "gate")
+    began = time.monotonic()
+    try:
+        delete(fleet, "rlpipeline/p", wait="--timeout=420s")
+    finally:
+        cluster.hollow.thaw(fleet.namespace, silent, "gate")
+    assert time.monotonic() - began > 290
+    assert fleet.paused(pods[1]), "the other one was closed meanwhile"
+    events = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
+    said = [e for e in events if e["reason"] == "FinalizerCeiling"]
+    assert len(said) == 1
+    assert silent in said[0]["note"]
+    code, text = http("GET", f"http://127.0.0.1:{operator.port}/metrics")
+    assert (code, 'rlfleet_finalizer_ceiling_total{kind="RLPipeline"} 1.0' in text) == (200, True)
+    # A new pipeline finds that engine open under the old fence, and has its pod replaced.
+    fleet.pipeline(sync=SYNC)
+    wait_until(lambda: silent not in left(fleet, "pods"), "the engine that was left open to be replaced")
+    fleet.ready_engines(2)
+    assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"

@@ -63,6 +63,42 @@ def test_a_pipeline_made_anew_takes_over_the_closed_engines_of_the_old_one(fleet
     assert fleet.status("rlpipeline", "p")["fence"] > old["status"]["fence"]
 
 
+def test_a_round_and_a_pool_made_anew_are_others(fleet: Fleet) -> None:
+    pods = serialized_fleet(fleet, 1, sync=SYNC)
+    name = fleet.order(1)
+    old = fleet.get("syncround", name)["metadata"]["uid"]
+    wait_until(lambda: reason(fleet.get("syncround", name), "Progressing") == "SenderNotReady", "the round to wait")
+    delete(fleet, f"syncround/{name}")
+    fleet.publish(1)
+    assert fleet.order(1) == name, "the same order has the same name"
+    done = fleet.ended(name)
+    assert done["metadata"]["uid"] != old
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+
+    delete(fleet, "enginepool/e")
+    assert fleet.engines() == []
+    fleet.pool(1)
+    fresh = fleet.ready_engines(1)
+    assert not uids(fresh) & uids(pods)
+    assert fleet.label(fresh[0]) == "default"
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    assert fleet.label(fresh[0]) == "2"
+
+
+@pytest.mark.slow
+def test_a_trainer_made_anew_is_another_sender(fleet: Fleet) -> None:
+    pods = serialized_fleet(fleet, 1, sync=SYNC)
+    name = fleet.order(1)
+    wait_until(lambda: reason(fleet.get("syncround", name), "Progressing") == "SenderNotReady", "the round to wait")
+    delete(fleet, "pod/trainer")
+    fleet.trainer()
+    fleet.publish(1)
+    ended = fleet.ended(name)
+    assert (ended["status"]["phase"], ended["status"]["failure"]["reason"]) == ("Superseded", "SenderIncarnationGone")
+    assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
+    assert fleet.label(pods[0]) == "1"
+
+
 # ------------------------------------------------------------------------------------------ lost statuses
 
 
