@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from e2e.scenarios.kit import Fleet, wait_until
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.kit import Fleet, Operator, http, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
+from e2e.scenarios.test_routing import routed_fleet
 
 pytestmark = pytest.mark.cluster
 
