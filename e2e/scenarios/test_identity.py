@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from typing import Any
 
@@ -40,6 +41,20 @@ def uids(pods: list[dict[str, Any]]) -> set[str]:
 def events(fleet: Fleet, why: str) -> list[dict[str, Any]]:
     listed = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
     return [e for e in listed if e["reason"] == why]
+
+
+def poison(fleet: Fleet, pod: dict[str, Any], generation: int) -> None:
+    """Write a fence into a gate's own file, as a restored or altered disk would hold it, while the gate restarts."""
+    uid, name = str(pod["metadata"]["uid"]), str(pod["metadata"]["name"])
+    file = next(f for f in fleet.cluster.state.rglob("gate.sqlite") if uid in str(f))
+    fleet.cluster.hollow.crash(fleet.namespace, name, "gate")
+    with sqlite3.connect(file, isolation_level=None, timeout=30) as db:
+        db.execute("BEGIN EXCLUSIVE")
+        fence = json.loads(db.execute("SELECT value FROM facts WHERE key = 'fence'").fetchone()[0])
+        text = json.dumps(fence | {"generation": generation})
+        db.execute("UPDATE facts SET value = ? WHERE key = 'fence'", (text,))
+        db.execute("COMMIT")
+    db.close()
 
 
 # ------------------------------------------------------------------------------------------ made anew
@@ -174,6 +189,40 @@ def test_a_status_from_a_backup_is_found_out_and_its_committed_version_is_not_be
     assert [fleet.label(p) for p in pods] == ["1", "1"]
     assert not any(fleet.paused(p) for p in pods)
     assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.slow
+def test_a_recovery_that_was_interrupted_closes_nobody(fleet: Fleet, operator: Operator) -> None:
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    operator.kill()
+    found = fleet.get("rlpipeline", "p")
+    status = {k: v for k, v in found["status"].items() if k != "committed"}
+    fence = status["fence"] + 1
+    status["fence"] = fence
+    status["activeOperation"] = {
+        "kind": "Repair", "name": "p", "uid": found["metadata"]["uid"], "generation": fence, "committed": False,
+    }  # fmt: skip
+    write_status(fleet, "rlpipeline", "p", status)
+    operator.start()
+    wait_until(lambda: not fleet.status("rlpipeline", "p").get("activeOperation"), "the slot to be free")
+    wait_until(lambda: reason(fleet.get("rlpipeline", "p"), "Ready") == "CommittedUnknown", "what is lost to be said")
+    assert not any(fleet.paused(p) for p in pods)
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.slow
+def test_a_poisoned_gate_is_replaced_and_poisons_nobody(fleet: Fleet) -> None:
+    """Its disk holds a fence of next week: nobody claims above that, and its pod makes room for another."""
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    bad = int(time.time() * 1000) + 7 * DAY_MS
+    poison(fleet, pods[0], bad)
+    wait_until(
+        lambda: uids(pods[:1]).isdisjoint(uids(fleet.engines())) and len(fleet.engines()) == 2, "the pod to be replaced"
+    )
+    fleet.ready_engines(2)
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+    assert fleet.status("rlpipeline", "p")["fence"] < bad
+    assert events(fleet, "FencePoisoned")
 
 
 # ------------------------------------------------------------------------------------------ poisoned

@@ -74,6 +74,13 @@ async def recover(ctx: Context, ledger: Ledger, view: PipelineView, shown: Shown
     ctx.events.record(ledger.pipeline, "Warning", Reason.STATUS_LOST.value, message, action="Recover")
 
 
+async def finish(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
+    """The pipeline's own claim was left by an operator that died: what it decided was written with it."""
+    work = Outside(ctx, ledger, kind="Repair")
+    await work.claim()
+    await _finish(ctx, ledger, view, work, "an operator died while it put identities right")
+
+
 async def take_over(ctx: Context, ledger: Ledger, view: PipelineView, found: Stray) -> frozenset[str]:
     """Fence the closed engines that a deleted pipeline of our name left; those that would not have it.
 

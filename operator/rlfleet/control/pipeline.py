@@ -5,7 +5,8 @@ claimed, whoever claimed it; (4) settle rounds that can not run, execute the new
 changed; (6) keep the history short.
 
 Invariant: one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of
-RLPipeline.status and SyncRound.status.
+RLPipeline.status and SyncRound.status, but for what a deleting pipeline says of the round that it waits for
+(control.deletion).
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.deletion import bury, end_pipeline
-from rlfleet.control.identity import interrupted, poisoned_fence, recover, settle_outlived, shown_above, take_over
+from rlfleet.control.identity import (
+    finish,
+    interrupted,
+    poisoned_fence,
+    recover,
+    settle_outlived,
+    shown_above,
+    take_over,
+)
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -113,6 +122,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
             await recover(ctx, ledger, view, shown)
         else:
             await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
+    if active and not blocked and active["uid"] == ledger.uid:
+        await finish(ctx, ledger, view)
         return After(0.0, Priority.ROUND)
     if active and not blocked:
         ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
