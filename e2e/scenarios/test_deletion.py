@@ -248,12 +248,12 @@ def test_a_namespace_is_deleted_in_every_phase(fleet: Fleet, phase: str) -> None
 
 
 @pytest.mark.slow
-def test_an_engine_that_never_answers_holds_a_deletion_up_for_five_minutes_only(
+def test_an_engine_that_does_not_close_holds_a_deletion_up_for_five_minutes_only(
     fleet: Fleet, cluster: LocalCluster, operator: Operator
 ) -> None:
     pods = serialized_fleet(fleet, 2, sync=SYNC)
     silent = pods[0]["metadata"]["name"]
-    cluster.hollow.freeze(fleet.namespace, silent, "gate")
+    cluster.hollow.freeze(fleet.namespace, silent, "engine")
     began = time.monotonic()
     try:
         delete(fleet, "rlpipeline/p", wait="--timeout=420s")
