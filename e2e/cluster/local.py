@@ -186,35 +186,26 @@ class LocalCluster:
             self._say(f"{len(crds)} CRDs served")
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}}
         self.apply(namespace)
+        self.install_chart(OPERATOR_NAME, OPERATOR_NAMESPACE, self.operator_kubeconfig)
+        self._say("chart installed: service account and roles of the operator")
+
+    def install_chart(self, release: str, namespace: str, kubeconfig: Path, **values: str) -> None:
+        """Applies what the chart renders for a release, and writes a kubeconfig of its operator's service account."""
         rendered = self._run(
             "helm",
             "template",
-            OPERATOR_NAME,
+            release,
             str(ROOT / "charts/rlfleet"),
-            f"--namespace={OPERATOR_NAMESPACE}",
+            f"--namespace={namespace}",
             f"--kube-version={KUBERNETES_VERSION}",
+            *(f"--set={name}={value}" for name, value in values.items()),
         )
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
-        self._grant_operator()
-        self._say("chart installed: service account and roles of the operator")
-
-    def _grant_operator(self) -> None:
-        """Writes the operator's kubeconfig with a fresh token of its service account."""
         token = self.kubectl(
-            "create",
-            "token",
-            OPERATOR_NAME,
-            f"--namespace={OPERATOR_NAMESPACE}",
-            f"--duration={_TOKEN_SECONDS}s",
+            "create", "token", release, f"--namespace={namespace}", f"--duration={_TOKEN_SECONDS}s"
         ).strip()
-        record = self._require()
-        pki.write_kubeconfig(
-            self.operator_kubeconfig,
-            record.server,
-            self.state / "pki" / "ca.crt",
-            token=token,
-            namespace=OPERATOR_NAMESPACE,
-        )
+        server = self._require().server
+        pki.write_kubeconfig(kubeconfig, server, self.state / "pki" / "ca.crt", token=token, namespace=namespace)
 
     def kubectl(self, *arguments: str, input: str | None = None, timeout: float = 90.0) -> str:
         """Runs kubectl as admin and returns its standard output; raises ClusterError with its message otherwise."""
