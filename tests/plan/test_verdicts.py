@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rlfleet.api.wire import OperationState, Transport
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.verdicts import (
+    STUCK_GRACE_SECONDS,
     Agreement,
     Entry,
     Evidence,
@@ -134,11 +135,13 @@ def test_abort_resumes_only_untouched_members_that_hold_the_committed_weights() 
         "silent": engine("silent", None),
         "leaving": engine("leaving", gate(holds=(0, DIGEST_B)), leaving=True),
         "gone": engine("gone", None, gone=True),
+        # Untouched, but its loop is stuck in a rendezvous: it would serve nobody.
+        "wedged": engine("wedged", gate(holds=(0, DIGEST_B), uncertain=True, wedged=True)),
     }
     plan = RoundPlan(tuple(Member(n, f"uid-{n}", "i1", Transport.SERIALIZED) for n in engines), 1)
     out = abort(plan, engines, OLD, operation="r")
     assert out.resume == ("good",)
-    assert set(out.close) == {"new", "loaded", "silent", "leaving"}
+    assert set(out.close) == {"new", "loaded", "silent", "leaving", "wedged"}
     assert abort(plan, engines, None, operation="r").resume == ()
 
 
@@ -209,6 +212,21 @@ def test_only_poisoned_pods_of_ours_are_replaced_and_only_if_asked() -> None:
         engine("leaving", gate(loads=(failed,)), leaving=True),
     ]
     assert to_replace(engines, on_failure="Replace") == ("poisoned", "loaded-unpublished")
+    assert to_replace(engines, on_failure="Hold") == ()
+
+
+def test_an_engine_that_stays_stuck_past_the_grace_is_replaced_and_not_before() -> None:
+    def stuck(name: str, seconds: float, **changes: Any) -> Engine:
+        return engine(name, gate(holds=(0, DIGEST_B), uncertain=True, uncertain_seconds=seconds), **changes)
+
+    engines = [
+        stuck("recent", STUCK_GRACE_SECONDS),
+        stuck("stuck", STUCK_GRACE_SECONDS + 1),
+        stuck("adopted", STUCK_GRACE_SECONDS + 1, owned=False),
+        stuck("leaving", STUCK_GRACE_SECONDS + 1, leaving=True),
+        engine("healed", gate(holds=(0, DIGEST_B), uncertain=False, uncertain_seconds=0)),
+    ]
+    assert to_replace(engines, on_failure="Replace") == ("stuck",)
     assert to_replace(engines, on_failure="Hold") == ()
 
 

@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from rlfleet.api.budgets import TIME_FIELDS
+
 #: Raised when a gate or sender of an older version could misread an order. See docs/protocol.md.
 PROTOCOL_VERSION = 1
 
@@ -143,6 +145,17 @@ class Addressed(Fenced):
     incarnation: Uid = Field(description="nonce of the engine process; see GateStatus.incarnation")
 
 
+def order_identity(order: Request) -> dict[str, Any]:
+    """What makes two orders the same: everything but the time that they are given, and tokens, which are signed anew.
+
+    A successor that asks again has less time left and newer tokens; it joins the operation instead of a conflict.
+    """
+    body = {k: v for k, v in order.wire().items() if k not in TIME_FIELDS}
+    if "targets" in body:
+        body["targets"] = [{k: v for k, v in target.items() if k != "token"} for target in body["targets"]]
+    return body
+
+
 def operation_id(operation: str, step: str, attempt: int, incarnation: str) -> str:
     """The id of one step of an operation at one engine process (or sender incarnation).
 
@@ -217,9 +230,10 @@ class FenceRequest(Fenced):
 class PauseMode(StrEnum):
     """How running requests are held while weights change (RLPipeline.spec.sync.quiesce.mode)."""
 
-    RETRACT = "Retract"  # SGLang: back to the queue, recomputed later
+    RETRACT = "Retract"  # back to the queue, recomputed later
+    KEEP = "Keep"  # frozen where they are; only where caches can be reset under them
     ABORT = "Abort"  # running requests end with finish reason abort
-    WAIT = "Wait"  # drain first, then pause
+    WAIT = "Wait"  # drain first, then as the engine's type does by default
 
 
 class Transport(StrEnum):
@@ -233,8 +247,11 @@ class PauseOrder(Request):
     """Pause the engine and verify it. Result: ``{"paused": true}``."""
 
     kind: Literal["Pause"] = "Pause"
-    mode: PauseMode = PauseMode.RETRACT
+    mode: PauseMode | None = Field(
+        default=None, description="None: the way of this engine type in which no request is lost"
+    )
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 30
+    budget_seconds: Seconds | None = Field(default=None, description="what is left for it, counted from reception")
 
 
 class ResumeOrder(Request):
@@ -283,7 +300,11 @@ class LoadOrder(Request):
     rank_offset: int | None = Field(default=None, ge=1, description="Broadcast only")
     rendezvous_seconds: Seconds = 22.5
     transport_seconds: Seconds = 75
+    collective_seconds: Seconds = 22.5
     teardown_seconds: Seconds = 15
+    budget_seconds: Seconds | None = Field(
+        default=None, description="what is left for all parts together, counted from reception (api.budgets)"
+    )
 
 
 class VerifyOrder(Request):
@@ -441,6 +462,12 @@ class GateStatus(Report):
     uncertain: bool = Field(
         default=False, description="an operation has no recorded end; only status, pause and close are allowed"
     )
+    uncertain_seconds: float = Field(
+        default=0.0, description="for how long that has been so, by the gate's own clock; 0 where nothing is uncertain"
+    )
+    wedged: bool = Field(
+        default=False, description="the engine joined a broadcast group that never formed: its loop is stuck in it"
+    )
     staged: StagedReport | None = None
     staging_capacity_bytes: int = 0
     routed: dict[str, bool | None] = Field(
@@ -551,6 +578,9 @@ class BroadcastOrder(Request):
     transport_seconds: Seconds = 75
     collective_seconds: Seconds = 22.5
     teardown_seconds: Seconds = 15
+    budget_seconds: Seconds | None = Field(
+        default=None, description="what is left for all parts together, counted from reception (api.budgets)"
+    )
 
 
 SenderOrder = Annotated[PushOrder | BroadcastOrder, Field(discriminator="kind")]

@@ -26,8 +26,14 @@ class Capability(StrEnum):
     CHECKSUM = "Checksum"  # hashes its own parameters, and the hash means something
     LABEL = "WeightLabel"  # the version label can be written without loading
     PAUSE_RETRACT = "Pause/Retract"
+    PAUSE_KEEP = "Pause/Keep"
     PAUSE_ABORT = "Pause/Abort"
     PAUSE_WAIT = "Pause/Wait"
+
+    @classmethod
+    def of_pause(cls, mode: PauseMode) -> Capability:
+        """What an engine must be able to do for this mode."""
+        return cls(f"Pause/{mode.value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,8 @@ class EngineAdapter(Protocol):
     """One engine process. All durations are seconds."""
 
     type: str
+    default_pause: PauseMode
+    """How this type holds running requests unless told otherwise: none is lost, and caches can be flushed after it."""
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
@@ -92,8 +100,11 @@ class EngineAdapter(Protocol):
     async def view(self, seconds: float) -> View:
         """Read the present state; never raises for an engine that does not answer."""
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
-        """Stop generation and prove it. The caller saw the engine admit requests before."""
+    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float) -> None:
+        """Stop generation and prove it, within ``seconds`` after draining. The caller saw the engine admit requests.
+
+        ``drain_seconds``: how long requests get to end with mode Wait. A mode that the engine lacks is Refused.
+        """
 
     async def resume(self) -> None:
         """Let generation go on, and see that the engine admits requests again."""

@@ -49,6 +49,7 @@ class SGLangAdapter:
     """One SGLang server. ``admin_key`` goes to control paths, ``api_key`` to the rest; None where none is set."""
 
     type = "SGLang"
+    default_pause = PauseMode.RETRACT
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
         self._http = JsonClient(url)
@@ -127,22 +128,27 @@ class SGLangAdapter:
 
     # ------------------------------------------------------------------------------------------ admission
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float) -> None:
+    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
         """Pause and prove it: the engine admits nothing now, and nothing runs.
 
         Only together with "it did admit requests before", which the caller has seen, does this prove a pause: "does
         not admit" alone could be a failed health check.
         """
+        if mode is PauseMode.KEEP:
+            # Mode in_place exists, but a cache in use is never flushed, so old and new weights would mix in it.
+            raise Refused("pause", 400, "SGLang can not flush its cache under requests that are kept; use Retract")
         if mode is PauseMode.WAIT:
             await self._drain(drain_seconds)
         wire_mode = "abort" if mode is PauseMode.ABORT else "retract"
-        await self._control("/pause_generation", {"mode": wire_mode}, PAUSE_SECONDS)
-        deadline = time.monotonic() + PAUSE_SECONDS
+        deadline = time.monotonic() + seconds
+        await self._control("/pause_generation", {"mode": wire_mode}, seconds)
         async for _ in _polls(deadline):
             view = await self.view(QUICK)
-            if view.admitting is False and view.running == 0:
+            # Aborts end after their call returned, and an aborting scheduler still runs: what waits there would start.
+            idle = view.running == 0 and (mode is not PauseMode.ABORT or view.waiting == 0)
+            if view.admitting is False and idle:
                 return
-        raise Refused("POST /pause_generation", 200, f"still not paused after {PAUSE_SECONDS:g} s ({view})")
+        raise Refused("POST /pause_generation", 200, f"still not paused after {seconds:g} s ({view})")
 
     async def _drain(self, seconds: float) -> None:
         """Wait until nothing runs or waits, at most ``seconds``; what is left is retracted by the pause."""

@@ -43,6 +43,10 @@ HEAL_SECONDS = 20.0
 HEAL_AGAIN_SECONDS = 3.0
 #: Seconds for one call that passes the engine's scheduler while nothing else keeps it busy.
 ENGINE_SECONDS = 10.0
+#: Seconds that a pause may take beyond draining: mode abort repeats its aborts each second until nothing runs.
+PAUSE_SECONDS = 20.0
+#: Least seconds for a call that is made at all: enough for an engine that is well.
+MIN_SECONDS = 1.0
 READ_BACK_SECONDS = 0.25
 
 Result = dict[str, Any]
@@ -77,26 +81,44 @@ async def is_paused(ctx: GateContext) -> bool | None:
 # ---------------------------------------------------------------------------------------------- pause, resume
 
 
+async def check_pause(ctx: GateContext, request: OperationRequest) -> None:
+    """Refuse a mode that the engine lacks before anything is touched."""
+    order = request.order
+    assert isinstance(order, PauseOrder)
+    facts = await ctx.engine.facts()
+    if order.mode is None or facts is None or Capability.of_pause(order.mode) in facts.capabilities:
+        return
+    raise GateError(
+        ErrorReason.UNSUPPORTED,
+        f"{ctx.engine.adapter.type} {facts.version} has no pause of mode {order.mode.value} after which its cache can "
+        "be flushed; use another spec.sync.quiesce.mode",
+    )
+
+
 async def pause(ctx: GateContext, request: OperationRequest) -> Result:
     """Pause and verify; then operations whose effect was unknown are settled, if the engine is proven idle."""
     order = request.order
     assert isinstance(order, PauseOrder)
-    await pause_engine(ctx, order.mode, drain_seconds=order.drain_seconds)
+    mode = order.mode or ctx.engine.adapter.default_pause
+    await pause_engine(ctx, mode, drain_seconds=order.drain_seconds, budget=order.budget_seconds)
     await _settle_by_pause(ctx)
-    return {"paused": True}
+    return {"paused": True, "mode": mode.value}
 
 
-async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float) -> None:
-    """Pause and verify, then record it."""
+async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float, budget: float | None = None) -> None:
+    """Pause and verify, then record it. ``budget``: seconds for all of it, draining included; None: not limited."""
+    ends = float("inf") if budget is None else time.monotonic() + budget
     try:
-        await _see_admitting(ctx)
-        await ctx.engine.adapter.pause(mode, drain_seconds=drain_seconds)
+        await _see_admitting(ctx, ends)
+        drain = min(drain_seconds, max(0.0, ends - time.monotonic()))
+        seconds = max(min(PAUSE_SECONDS, ends - time.monotonic() - drain), MIN_SECONDS)
+        await ctx.engine.adapter.pause(mode, drain_seconds=drain, seconds=seconds)
     except CallError as e:
         raise engine_failure("pause", e) from e
     ctx.store.paused = True
 
 
-async def _see_admitting(ctx: GateContext) -> None:
+async def _see_admitting(ctx: GateContext, ends: float) -> None:
     """See the engine admit requests before it is paused, where that is possible: the change is what proves a pause.
 
     An engine that this gate paused, or was about to resume or pause when the gate died, does not admit any; that it
@@ -106,7 +128,8 @@ async def _see_admitting(ctx: GateContext) -> None:
     if view.admitting is False and ctx.store.paused:
         return
     seen = ctx.store.seen_admitting
-    if view.admitting or await ctx.engine.adapter.heal_readiness(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS):
+    heal = max(min(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS, ends - time.monotonic()), MIN_SECONDS)
+    if view.admitting or await ctx.engine.adapter.heal_readiness(heal):
         if not seen:
             ctx.store.seen_admitting = True
     elif not seen or not view.reachable:

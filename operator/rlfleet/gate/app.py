@@ -17,7 +17,7 @@ from rlfleet.api.wire import (
 )
 from rlfleet.engine import View, make_adapter
 from rlfleet.gate.admission import AdmissionControl
-from rlfleet.gate.closing import UnprovenCloser
+from rlfleet.gate.closing import UnprovenCloser, WedgeWatch
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.links import EngineLink, Routers
@@ -62,7 +62,8 @@ class Gate:
         self.operations.recover()
         await asyncio.to_thread(self.ctx.area.recover, self.store.staging)
         self.ctx.metrics.fence.set(self.store.fence.generation)
-        self._tasks = [asyncio.create_task(self.startup.run()), asyncio.create_task(self._closer.run())]
+        runs = (self.startup.run(), self._closer.run(), WedgeWatch(self.operations).run())
+        self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
@@ -124,6 +125,8 @@ class Gate:
             loads=tuple(store.loads()),
             in_flight=self.operations.in_flight,
             uncertain=uncertain,
+            uncertain_seconds=self.operations.uncertain_seconds,
+            wedged=self.operations.wedged,
             staged=staging.report() if staging else None,
             staging_capacity_bytes=self.ctx.area.usable_bytes,
             routed=routed,

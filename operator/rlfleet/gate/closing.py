@@ -1,4 +1,4 @@
-"""A fresh engine is closed before anybody can be served by it.
+"""What a gate does without being told: it closes a fresh engine, and sees when a wedged one has healed.
 
 Invariant (DESIGN section 5, Closed): an engine whose weights nothing proves is paused by its gate, without being told:
 base weights are no policy, and a pool without a router has no other door to keep shut. Only a resume, which the gate's
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 #: Seconds between looks while the engine is still starting, and while it is closed or proven.
 START_SECONDS = 0.2
 LOOK_SECONDS = 2.0
+#: Seconds between two tries to prove that a wedged engine crosses its loop again.
+WEDGED_SECONDS = 1.0
 
 
 class UnprovenCloser:
@@ -42,3 +44,17 @@ class UnprovenCloser:
                 except (CallError, GateError) as e:
                     log.warning("the engine could not be closed yet: %s", e)
             await asyncio.sleep(LOOK_SECONDS if settled else START_SECONDS)
+
+
+class WedgeWatch:
+    """Settles what a rendezvous that timed out left behind, when the engine heals by itself (the late trainer came)."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    async def run(self) -> None:
+        """Look again and again; asks the engine nothing while nothing is wedged."""
+        while True:
+            if self._operations.wedged:
+                await self._operations.heal_wedged()
+            await asyncio.sleep(WEDGED_SECONDS)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from rlfleet.api.budgets import Bounds, Split
 from rlfleet.api.wire import (
     ErrorReason,
     LoadOrder,
@@ -25,13 +26,15 @@ from rlfleet.api.wire import (
 from rlfleet.calls import CallError, NoAnswer, NotSent
 from rlfleet.engine import Bucket, Checksum
 from rlfleet.gate import rules
-from rlfleet.gate.actions import ENGINE_SECONDS, Result, engine_failure, is_paused
+from rlfleet.gate.actions import ENGINE_SECONDS, MIN_SECONDS, Result, engine_failure, is_paused
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.staging import Staging
 
 log = logging.getLogger(__name__)
 
+#: Least seconds to join a group: an order that comes with nothing left must not be taken for a wedged engine at once.
+MIN_RENDEZVOUS_SECONDS = 0.25
 #: Seconds during which a flush is tried again while the engine refuses it.
 FLUSH_SECONDS = 20.0
 
@@ -68,21 +71,31 @@ async def load(ctx: GateContext, request: OperationRequest) -> Result:
     """Load; the result tells the checksum before, the duration and the bytes."""
     order = request.order
     assert isinstance(order, LoadOrder)
+    started = time.monotonic()
+    bounds = _bounds(order, started)
     staging = _staged(ctx, request, order)
     try:
-        before = await ctx.engine.adapter.checksum(ENGINE_SECONDS)
+        before = await ctx.engine.adapter.checksum(bounds.left(started, ENGINE_SECONDS))
     except CallError as e:
         # Nothing was asked of the weights yet: this is a failed load that left no trace.
         raise GateError(ErrorReason.ENGINE_UNREACHABLE, f"checksum before the load: {e}") from e
     log.info("checksum before the load", extra={"checksum": before.digest if before else None})
-    started = time.monotonic()
+    if time.monotonic() >= bounds.ends:
+        raise GateError(
+            ErrorReason.DEADLINE_EXCEEDED, "no time is left of the order's budgetSeconds: nothing was loaded"
+        )
     run = _broadcast if order.transport is Transport.BROADCAST else _directory
-    await run(ctx, request, order, staging, before)
+    await run(ctx, request, order, staging, before, bounds)
     return {
         "checksumBefore": before.digest if before else None,
         "loadMs": round((time.monotonic() - started) * 1000),
         "bytes": staging.total_bytes,
     }
+
+
+def _bounds(order: LoadOrder, started: float) -> Bounds:
+    split = Split(order.rendezvous_seconds, order.transport_seconds, order.collective_seconds, order.teardown_seconds)
+    return Bounds.counted_from(started, split, order.budget_seconds)
 
 
 class _Begun:
@@ -121,16 +134,27 @@ class _Begun:
 
 
 async def _directory(
-    ctx: GateContext, request: OperationRequest, order: LoadOrder, staging: Staging, before: Checksum | None
+    ctx: GateContext,
+    request: OperationRequest,
+    order: LoadOrder,
+    staging: Staging,
+    before: Checksum | None,
+    bounds: Bounds,
 ) -> None:
     begun = _Begun(ctx, request, order, before)
     path = str(ctx.area.directory)
-    await begun.guard("load", ctx.engine.adapter.load_directory(path, seconds=order.transport_seconds))
+    seconds = bounds.left(time.monotonic(), order.transport_seconds)
+    await begun.guard("load", ctx.engine.adapter.load_directory(path, seconds=seconds))
     begun.end(OperationState.SUCCEEDED)
 
 
 async def _broadcast(
-    ctx: GateContext, request: OperationRequest, order: LoadOrder, staging: Staging, before: Checksum | None
+    ctx: GateContext,
+    request: OperationRequest,
+    order: LoadOrder,
+    staging: Staging,
+    before: Checksum | None,
+    bounds: Bounds,
 ) -> None:
     group, rank, engine = order.group, order.rank_offset, ctx.engine.adapter
     assert group is not None
@@ -143,7 +167,7 @@ async def _broadcast(
             rank=rank,
             world_size=group.world_size,
             backend=group.backend,
-            seconds=order.rendezvous_seconds,
+            seconds=max(bounds.rendezvous_until - time.monotonic(), MIN_RENDEZVOUS_SECONDS),
         )
     except NoAnswer as e:
         # The engine's scheduler still waits for the others, and will not hear of anything else until it gives up.
@@ -153,23 +177,35 @@ async def _broadcast(
     except CallError as e:
         raise GateError(ErrorReason.TRANSPORT_FAILED, f"joining the group: {e}") from e
     begun = _Begun(ctx, request, order, before)
-    deadline = time.monotonic() + order.transport_seconds
+    until = bounds.transport_until(time.monotonic())
     try:
-        await begun.guard("opening the update session", engine.begin_update(ENGINE_SECONDS))
-        for tensors in staging.buckets:
+        seconds = bounds.left(time.monotonic(), ENGINE_SECONDS)
+        await begun.guard("opening the update session", engine.begin_update(seconds))
+        for index, tensors in enumerate(staging.buckets):
             bucket = Bucket(
                 names=[t.name for t in tensors], dtypes=[t.dtype for t in tensors], shapes=[t.shape for t in tensors]
             )
-            left = max(deadline - time.monotonic(), 0.001)
-            await begun.guard("receiving weights", engine.receive(bucket, group=group.group_name, seconds=left))
-        await begun.guard("closing the update session", engine.end_update(order.teardown_seconds))
-        await begun.guard("leaving the group", engine.leave_group(group.group_name, order.teardown_seconds))
+            if not bounds.collective(time.monotonic(), until):
+                begun.end(OperationState.FAILED)
+                raise GateError(
+                    ErrorReason.TRANSPORT_FAILED,
+                    f"transportSeconds ({order.transport_seconds:g} s, or what was left of budgetSeconds) passed "
+                    f"before bucket {index} of {len(staging.buckets)}",
+                )
+            # A little longer than the sender allows one collective: when it gives up, the engine answers for itself.
+            seconds = bounds.left(time.monotonic(), order.collective_seconds + order.teardown_seconds)
+            await begun.guard("receiving weights", engine.receive(bucket, group=group.group_name, seconds=seconds))
+        seconds = bounds.left(time.monotonic(), order.teardown_seconds)
+        await begun.guard("closing the update session", engine.end_update(seconds))
+        seconds = bounds.left(time.monotonic(), order.teardown_seconds)
+        await begun.guard("leaving the group", engine.leave_group(group.group_name, seconds))
     except EffectUnknown as e:
         raise EffectUnknown(ErrorReason.TRANSPORT_FAILED, e.message) from e
     except GateError as e:
         # The engine said no, so it listens: leave it without an open session or group for the next load.
-        await _tidy("end_update", lambda: engine.end_update(order.teardown_seconds))
-        await _tidy("leave_group", lambda: engine.leave_group(group.group_name, order.teardown_seconds))
+        left = max(bounds.left(time.monotonic(), order.teardown_seconds), MIN_SECONDS)
+        await _tidy("end_update", lambda: engine.end_update(left))
+        await _tidy("leave_group", lambda: engine.leave_group(group.group_name, left))
         raise GateError(ErrorReason.TRANSPORT_FAILED, e.message) from e
     begun.end(OperationState.SUCCEEDED)
 

@@ -18,7 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 from rlfleet.api.fencing import Fence
-from rlfleet.api.wire import ErrorBody, ErrorReason, OperationRecord, OperationRequest, OperationState, PauseMode
+from rlfleet.api.wire import (
+    ErrorBody,
+    ErrorReason,
+    OperationRecord,
+    OperationRequest,
+    OperationState,
+    order_identity,
+)
+from rlfleet.calls import CallError
 from rlfleet.gate import actions, loads, rules
 from rlfleet.gate.actions import Action, no_check
 from rlfleet.gate.context import GateContext
@@ -28,7 +36,7 @@ from rlfleet.gate.links import STATUS_SECONDS, now_ms
 log = logging.getLogger(__name__)
 
 ACTIONS: dict[str, Action] = {
-    "Pause": Action(no_check, actions.pause),
+    "Pause": Action(actions.check_pause, actions.pause),
     "Resume": Action(actions.check_resume, actions.resume),
     "Prepare": Action(no_check, actions.prepare),
     "Load": Action(loads.check_load, loads.load),
@@ -60,6 +68,17 @@ class Operations:
     def uncertain(self) -> bool:
         """An operation's effect is unknown and not settled."""
         return bool(self._ctx.store.unsettled())
+
+    @property
+    def uncertain_seconds(self) -> float:
+        """For how long the effect of the oldest such operation has been unknown; 0: nothing is."""
+        since = [r.ended_ms or r.started_ms for r in self._ctx.store.unsettled()]
+        return max(0.0, (now_ms() - min(since)) / 1000) if since else 0.0
+
+    @property
+    def wedged(self) -> bool:
+        """The engine entered a broadcast group that never formed, and has not been seen to come out."""
+        return any(_is_wedged(r) for r in self._ctx.store.unsettled())
 
     def recover(self) -> None:
         """After a restart: what has no recorded end is Unknown; what touched only our own files has failed."""
@@ -120,9 +139,42 @@ class Operations:
         async with self._starting:
             if self._orders_decide():
                 return False
-            await actions.pause_engine(self._ctx, PauseMode.RETRACT, drain_seconds=0)
+            await actions.pause_engine(self._ctx, self._ctx.engine.adapter.default_pause, drain_seconds=0)
             log.info("engine closed: nothing proves its weights yet")
             return True
+
+    async def heal_wedged(self) -> bool:
+        """Settle rendezvous that timed out, once the engine proves that its loop has come out of them.
+
+        Joining a group touches no weight, so with the loop free again the engine is what it was. Only while it is
+        proven paused: anything else is an order's business.
+        """
+        stuck = [r for r in self._ctx.store.unsettled() if _is_wedged(r)]
+        if not stuck or self._busy() or await actions.is_paused(self._ctx) is not True:
+            return False
+        if not await self._ctx.engine.adapter.idle(actions.ENGINE_SECONDS):
+            return False
+        async with self._starting:
+            if self._busy():  # an order came while the engine was asked
+                return False
+            for record in stuck:
+                await self._leave_group(record)
+            self._ctx.store.settle([r.id for r in stuck])
+        log.info("the engine has come out of a rendezvous that timed out")
+        return True
+
+    def _busy(self) -> bool:
+        return self._current is not None
+
+    async def _leave_group(self, record: OperationRecord) -> None:
+        """A trainer that came late may have completed the group; nobody will use it."""
+        known = self._ctx.store.operation(record.id)
+        group = json.loads(known[1])["order"].get("group") if known is not None else None
+        if group is not None:
+            try:
+                await self._ctx.engine.adapter.leave_group(group["groupName"], actions.MIN_SECONDS)
+            except CallError as e:
+                log.warning("a group that formed late was not left: %s", e)
 
     def _orders_decide(self) -> bool:
         store = self._ctx.store
@@ -189,9 +241,13 @@ class Operations:
         metrics.seconds.labels(record.kind).observe(max(0, (record.ended_ms or 0) - record.started_ms) / 1000)
 
 
+def _is_wedged(record: OperationRecord) -> bool:
+    return record.error is not None and record.error.reason is ErrorReason.RENDEZVOUS_TIMEOUT
+
+
 def _canonical(request: OperationRequest) -> str:
-    """What must be equal when the same id is asked again; the generation may have risen."""
-    body = {"operation": request.operation, "attempt": request.attempt, "order": request.order.wire()}
+    """What must be equal when the same id is asked again; generation and time left may have changed."""
+    body = {"operation": request.operation, "attempt": request.attempt, "order": order_identity(request.order)}
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 

@@ -17,6 +17,9 @@ from enum import StrEnum
 from rlfleet.api.wire import GateStatus, LoadRecord, OperationState
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan, unavailable_limit
 
+#: Seconds beyond an operation's deadline after which an engine that proves nothing counts as stuck for good.
+STUCK_GRACE_SECONDS = 60.0
+
 
 class Verdict(StrEnum):
     """What a member is, after the transfer began."""
@@ -283,7 +286,9 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
         if e is None or e.gone or e.pod_uid != m.pod_uid:
             continue
         untouched = e.status is not None and round_load(e.status, operation) is None
-        if untouched and not e.leaving and e.incarnation == m.incarnation and at_committed(e, committed):
+        # Untouched is not enough: an engine whose loop is stuck in a rendezvous is no healthy one.
+        certain = e.status is not None and not e.status.uncertain
+        if untouched and certain and not e.leaving and e.incarnation == m.incarnation and at_committed(e, committed):
             resume.append(m.engine)
         else:
             close.append(m.engine)
@@ -291,10 +296,11 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
 
 
 def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]:
-    """Poisoned engines that make room for new ones between rounds (``onFailure: Replace``, pods that we own).
+    """Engines that make room for new ones between rounds (``onFailure: Replace``, pods that we own).
 
-    Poisoned: a load began, and nothing proves what the engine holds now. With ``Hold`` it stays closed, and the next
-    round takes it along.
+    Poisoned: a load began, and nothing proves what the engine holds now. Stuck: an operation's end has been unknown
+    for longer than the grace, and the engine does not prove that it crosses its loop. With ``Hold`` both stay closed,
+    and the next round takes them along.
     """
     if on_failure != "Replace":
         return ()
@@ -306,10 +312,17 @@ def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]
         and not e.leaving
         and e.status is not None
         and not e.status.in_flight
-        and e.status.holds is None
-        and e.status.loads
-        and not e.status.loads[-1].published
+        and (_is_poisoned(e.status) or is_stuck(e.status))
     )
+
+
+def _is_poisoned(status: GateStatus) -> bool:
+    return status.holds is None and bool(status.loads) and not status.loads[-1].published
+
+
+def is_stuck(status: GateStatus) -> bool:
+    """An operation ended without an answer longer ago than the grace, and nothing has proven the engine idle since."""
+    return status.uncertain and status.uncertain_seconds > STUCK_GRACE_SECONDS
 
 
 def replaceable(engines: Iterable[Engine], names: Container[str], *, on_failure: str) -> tuple[str, ...]:

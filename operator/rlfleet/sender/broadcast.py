@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
+from rlfleet.api.budgets import Bounds, Split
 from rlfleet.sender.cache import Weights
 from rlfleet.sender.errors import Refused
 from rlfleet.sender.threads import in_daemon
@@ -69,6 +70,7 @@ class Broadcast:
             )
         self._weights = weights
         self._order = order
+        self._received = time.monotonic()
         self._listener = listen(order.group.master_address, order.group.master_port)
 
     async def run(self) -> dict[str, object]:
@@ -94,7 +96,12 @@ class Broadcast:
     def _work(self) -> dict[str, object]:
         order = self._order
         started = time.monotonic()
-        rendezvous_until = started + order.rendezvous_seconds
+        split = Split(
+            order.rendezvous_seconds, order.transport_seconds, order.collective_seconds, order.teardown_seconds
+        )
+        # Counted from the reception of the order: the thread that runs this may have started late.
+        bounds = Bounds.counted_from(self._received, split, order.budget_seconds)
+        rendezvous_until = bounds.rendezvous_until
         store: Any = None
         group: Any = None
         try:
@@ -102,12 +109,12 @@ class Broadcast:
                 store = self._store(rendezvous_until)
                 group = self._group(store, rendezvous_until)
             except RuntimeError as e:
-                raise self._no_rendezvous(e, started) from e
+                raise self._no_rendezvous(e, started, rendezvous_until) from e
             joined = time.monotonic()
-            self._send_all(group, joined + order.transport_seconds)
+            self._send_all(group, bounds, bounds.transport_until(joined))
             ended = time.monotonic()
         finally:
-            self._tear_down(group)
+            self._tear_down(group, bounds)
             del group, store
         return {
             "bytes": self._weights.manifest.total_bytes,
@@ -166,14 +173,14 @@ class Broadcast:
             raise Refused(wire.ErrorReason.UNSUPPORTED, "group.backend nccl: this trainer has no CUDA device")
         return torch.device("cuda", self._weights.cuda_device)
 
-    def _send_all(self, group: Any, until: float) -> None:
+    def _send_all(self, group: Any, bounds: Bounds, until: float) -> None:
         for index, bucket in enumerate(self._weights.buckets):
-            seconds = min(until - time.monotonic(), self._order.collective_seconds)
+            seconds = bounds.collective(time.monotonic(), until)
             if seconds <= 0:
                 raise Refused(
                     wire.ErrorReason.TRANSPORT_FAILED,
-                    f"transportSeconds ({self._order.transport_seconds:g} s) passed before bucket {index} of "
-                    f"{len(self._weights.buckets)}",
+                    f"transportSeconds ({self._order.transport_seconds:g} s, or what was left of budgetSeconds) passed "
+                    f"before bucket {index} of {len(self._weights.buckets)}",
                 )
             try:
                 if self._order.group.backend == "gloo":
@@ -187,29 +194,30 @@ class Broadcast:
                     f"receiver went away: {_first_line(e)}",
                 ) from e
 
-    def _tear_down(self, group: Any) -> None:
+    def _tear_down(self, group: Any, bounds: Bounds) -> None:
         self._listener.close()
         if group is None or self._order.group.backend != "nccl":
             return
         # A NCCL communicator with a dead peer never ends by itself.
         ended = threading.Thread(target=group.abort, name="rlfleet-abort", daemon=True)
         ended.start()
-        ended.join(self._order.teardown_seconds)
+        seconds = bounds.left(time.monotonic(), self._order.teardown_seconds)
+        ended.join(seconds)
         if ended.is_alive():
             raise Refused(
                 wire.ErrorReason.TRANSPORT_FAILED,
-                f"the NCCL group was not torn down within {self._order.teardown_seconds:g} s",
+                f"the NCCL group was not torn down within {seconds:.1f} s",
             )
 
-    def _no_rendezvous(self, error: RuntimeError, started: float) -> Refused:
-        passed = time.monotonic() - started
+    def _no_rendezvous(self, error: RuntimeError, started: float, until: float) -> Refused:
+        passed, allowed = time.monotonic() - started, max(until - started, 0.001)
         group = self._order.group
         # torch has no error class for it, and its words differ: what counts is whether the time is used up.
-        if passed >= 0.9 * self._order.rendezvous_seconds:
+        if passed >= 0.9 * allowed:
             return Refused(
                 wire.ErrorReason.RENDEZVOUS_TIMEOUT,
                 f"not all {group.world_size - 1} receivers joined group {group.group_name} at {group.master_address}:"
-                f"{group.master_port} within {self._order.rendezvous_seconds:g} s",
+                f"{group.master_port} within {allowed:.3g} s",
             )
         return Refused(wire.ErrorReason.TRANSPORT_FAILED, f"the group did not form: {_first_line(error)}")
 

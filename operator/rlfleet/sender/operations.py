@@ -37,14 +37,8 @@ class _Entry:
 
 
 def order_hash(request: wire.SenderOperationRequest) -> str:
-    """What makes two requests the same order: everything but generation, tokens and time allowed.
-
-    A successor signs new tokens for the same work, and should join it instead of being told of a conflict.
-    """
-    order = request.order.wire()
-    order.pop("deadlineSeconds", None)
-    for target in order.get("targets", ()):
-        target.pop("token", None)
+    """What makes two requests the same order; see ``wire.order_identity``."""
+    order = wire.order_identity(request.order)
     return hashlib.sha256(json.dumps([request.operation, request.attempt, order], sort_keys=True).encode()).hexdigest()
 
 

@@ -15,17 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api import wire
+from rlfleet.api.budgets import Split
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, PeerError, Refused
 from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
 from rlfleet.plan.verdicts import Agreement, Evidence, Verdict, agree, verdict
 
-#: Shares of pausedSeconds inside which gates and sender must end by themselves (DESIGN section 5, Transferring).
-RENDEZVOUS_SHARE = 0.15
-TRANSPORT_SHARE = 0.5
-COLLECTIVE_SHARE = 0.15
-TEARDOWN_SHARE = 0.1
+#: What an order says when the time is used up: gates and sender then refuse or end it before they touch anything.
+MIN_BUDGET_SECONDS = 0.001
 #: How often bytes are pushed anew to gates that did not get all of them, while stagingSeconds last.
 PUSH_TRIES = 5
 
@@ -172,21 +170,30 @@ class Transfer:
             self._load_serialized(serialized, deadline=deadline, again=again),
             self._load_broadcast(broadcast, deadline=deadline, again=again),
         )
+        if any(reason is Reason.RENDEZVOUS_TIMEOUT for reason, _ in self.trouble.by_engine.values()):
+            await self.fleet.poll([m.engine for m in broadcast])
+            await self.await_unwedged()
 
-    def _load_order(self, m: Member, group: wire.BroadcastGroup | None, rank: int | None) -> wire.LoadOrder:
+    def _load_order(
+        self, m: Member, group: wire.BroadcastGroup | None, rank: int | None, deadline: float
+    ) -> wire.LoadOrder:
+        split = Split.of(self.paused_seconds)
+        left = max(MIN_BUDGET_SECONDS, deadline - self.fleet.ctx.clock.monotonic())
         return wire.LoadOrder(
             transport=m.transport,
             version=self.target.version,
             manifest_digest=self.target.manifest_digest,
             group=group,
             rank_offset=rank,
-            rendezvous_seconds=RENDEZVOUS_SHARE * self.paused_seconds,
-            transport_seconds=TRANSPORT_SHARE * self.paused_seconds,
-            teardown_seconds=TEARDOWN_SHARE * self.paused_seconds,
+            rendezvous_seconds=split.rendezvous,
+            transport_seconds=split.transport,
+            collective_seconds=split.collective,
+            teardown_seconds=split.teardown,
+            budget_seconds=left,
         )
 
     async def _load_serialized(self, members: list[Member], *, deadline: float, again: bool) -> None:
-        orders = {m.engine: self._load_order(m, None, None) for m in members}
+        orders = {m.engine: self._load_order(m, None, None, deadline) for m in members}
         self.trouble.note_results(await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again))
 
     async def _load_broadcast(self, members: list[Member], *, deadline: float, again: bool) -> None:
@@ -219,7 +226,7 @@ class Transfer:
             try:
                 if await self._port_taken(send):
                     continue
-                orders = {m.engine: self._load_order(m, group, ranks[m.engine]) for m in members}
+                orders = {m.engine: self._load_order(m, group, ranks[m.engine], deadline) for m in members}
                 results = await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again)
                 self.trouble.note_results(results)
                 sent = await send
@@ -233,14 +240,32 @@ class Transfer:
         for m in members:
             self.trouble.note(m.engine, Reason.PORTS_EXHAUSTED, f"no free port in {first}-{last} at the sender")
 
+    async def await_unwedged(self) -> None:
+        """Give engines whose group never formed the share of a teardown to come out of it, as they do when the
+        sender's side has gone: they are untouched then, and need not be replaced."""
+        clock = self.fleet.ctx.clock
+        deadline = clock.monotonic() + Split.of(self.paused_seconds).teardown
+        names = [m.engine for m in self.plan.members]
+        while wedged := [
+            n
+            for n in names
+            if (e := self.fleet.engines.get(n)) is not None and e.status is not None and e.status.wedged
+        ]:
+            if clock.monotonic() >= deadline:
+                return
+            await asyncio.sleep(0.2)
+            await self.fleet.poll(wedged)
+
     async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float) -> Ended:
+        split = Split.of(self.paused_seconds)
         order = wire.BroadcastOrder(
             manifest_digest=self.target.manifest_digest,
             group=group,
-            rendezvous_seconds=RENDEZVOUS_SHARE * self.paused_seconds,
-            transport_seconds=TRANSPORT_SHARE * self.paused_seconds,
-            collective_seconds=COLLECTIVE_SHARE * self.paused_seconds,
-            teardown_seconds=TEARDOWN_SHARE * self.paused_seconds,
+            rendezvous_seconds=split.rendezvous,
+            transport_seconds=split.transport,
+            collective_seconds=split.collective,
+            teardown_seconds=split.teardown,
+            budget_seconds=max(MIN_BUDGET_SECONDS, deadline - self.fleet.ctx.clock.monotonic()),
         )
         return await self.sender.run(
             self.caller,
