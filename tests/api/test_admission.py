@@ -135,7 +135,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         unknown("spec.transport.mode", "broadcast", "CPUSerialize", "Broadcast", "Auto"),
     ),
     (RLP, {"spec.transport.backend": "mpi"}, unknown("spec.transport.backend", "mpi", "nccl", "gloo")),
-    (RLP, {"spec.sync.quiesce.mode": "Keep"}, unknown("spec.sync.quiesce.mode", "Keep", "Retract", "Abort", "Wait")),
+    (
+        RLP,
+        {"spec.sync.quiesce.mode": "Drain"},
+        unknown("spec.sync.quiesce.mode", "Drain", "Retract", "Keep", "Abort", "Wait"),
+    ),
     (RLP, {"spec.sync.verify": "On"}, unknown("spec.sync.verify", "On", "IfSupported", "Required", "Off")),
     (RLP, {"spec.sync.onFailure": "Retry"}, unknown("spec.sync.onFailure", "Retry", "Replace", "Hold")),
     (RLP, {"spec.sync.deadlines.pausedSeconds": 0}, below("spec.sync.deadlines.pausedSeconds", 0, 1)),

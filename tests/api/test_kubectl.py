@@ -190,7 +190,7 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
         },
         "sync": {
             "deadlines": {"pendingSeconds": 600, "stagingSeconds": 600, "pausedSeconds": 150},
-            "quiesce": {"mode": "Retract"},
+            "quiesce": {},
             "drainSeconds": 30,
             "verify": "IfSupported",
             "maxUnavailable": "10%",
@@ -228,7 +228,8 @@ def test_defaults_fill_what_is_given_in_part(edits: dict[str, Any], example: Exa
     sync = shared_server.create(example("RLPipeline", edits), dry=True)["spec"]["sync"]
     wanted = edits["spec.sync"].get("deadlines", {}).get("pausedSeconds", 150)
     assert sync["deadlines"] == {"pendingSeconds": 600, "stagingSeconds": 600, "pausedSeconds": wanted}
-    assert (sync["quiesce"], sync["maxUnavailable"]) == ({"mode": "Retract"}, "10%")
+    # No mode: each engine type has its own.
+    assert (sync["quiesce"], sync["maxUnavailable"]) == ({}, "10%")
 
 
 def test_the_pod_template_keeps_whatever_kubernetes_knows(example: Example, server: Any) -> None:

@@ -34,8 +34,8 @@ def test_defaults_are_those_of_the_schema(example: Example) -> None:
     deadlines = pipeline.sync.deadlines
     assert (deadlines.pending_seconds, deadlines.staging_seconds, deadlines.paused_seconds) == (600, 600, 150)
     assert (pipeline.sync.max_unavailable, pipeline.sync.drain_seconds, pipeline.history_limit) == ("10%", 30, 20)
-    assert (pipeline.sync.quiesce.mode.value, pipeline.sync.verify.value, pipeline.sync.on_failure.value) == (
-        "Retract",
+    assert (pipeline.sync.quiesce.mode, pipeline.sync.verify.value, pipeline.sync.on_failure.value) == (
+        None,
         "IfSupported",
         "Replace",
     )

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import Transport
+from rlfleet.api.wire import PauseMode, Transport
 from rlfleet.plan.freeze import freeze
+from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
 from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
 from rlfleet.plan.topology import Device, train_devices
 from rlfleet.plan.transport import Refusal, choose
@@ -48,6 +49,47 @@ def test_every_live_engine_whose_gate_answers_is_a_member() -> None:
         engine("b", gate()),
     ]
     assert members(plan(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
+
+
+PAUSES = ("Serialized", "Broadcast", "Checksum", "Pause/Abort", "Pause/Wait")
+
+
+def pausing(kind: str, *more: str) -> wire.GateStatus:
+    report = wire.EngineReport(state=wire.EngineState.READY, type=kind, layout=kind, world_size=1, version="1")
+    return gate(engine=report, capabilities=(*PAUSES, *more))
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [
+        (None, None),  # each gate takes its own type's way
+        (PauseMode.ABORT, None),
+        (PauseMode.WAIT, None),
+        (PauseMode.KEEP, "engine s can not be paused with spec.sync.quiesce.mode Keep: SGLang never flushes"),
+        (PauseMode.RETRACT, "engine v can not be paused with spec.sync.quiesce.mode Retract: VLLM 1 can do Abort"),
+    ],
+)
+def test_a_pause_that_an_engine_cannot_do_is_refused_before_anything_is_touched(
+    mode: PauseMode | None, refused: str | None
+) -> None:
+    engines = [engine("s", pausing("SGLang", "Pause/Retract")), engine("v", pausing("VLLM", "Pause/Keep"))]
+    result = plan(engines, quiesce=mode)
+    if refused is None:
+        assert len(members(result)) == 2
+        return
+    assert isinstance(result, Refusal)
+    assert result.reason is Reason.QUIESCE_UNSUPPORTED
+    assert result.message.startswith(refused)
+    assert "leave the mode out" in result.message
+
+
+def test_draining_has_time_of_its_own_and_leaves_the_routers() -> None:
+    def sync(mode: str | None) -> dict[str, Any]:
+        return {"drainSeconds": 30, "quiesce": {"mode": mode} if mode else {}}
+
+    assert [wanted_mode(sync(m)) for m in (None, "Wait")] == [None, PauseMode.WAIT]
+    assert [drain_allowance(sync(m)) for m in (None, "Retract", "Keep", "Abort", "Wait")] == [0, 0, 0, 0, 30]
+    assert [leaves_routers(m) for m in (None, *PauseMode)] == [False, False, False, True, True]
 
 
 def test_ranks_are_prefix_sums_of_each_members_own_world_size() -> None:

@@ -162,6 +162,7 @@ class Reason(_Documented):
     PUBLISH_FAILED = "PublishFailed", "the version label could not be written to engines or did not read back"
     ROUTING_DEGRADED = "RoutingDegraded", "the version is committed, but engines could not be reopened or routed"
     NOT_ALL_FENCED = "NotAllFenced", "a live engine has not stored this round's generation, so nothing may be committed"
+    QUIESCE_UNSUPPORTED = "QuiesceUnsupported", "an engine can not be paused in the mode that spec.sync.quiesce names"
     VERIFY_UNSUPPORTED = "VerifyUnsupported", "verify is Required, but an engine has no usable checksum to compare"
     DELIVERED_UNCONFIRMED = (
         "DeliveredUnconfirmed",

@@ -102,7 +102,7 @@ async def pause(ctx: GateContext, request: OperationRequest) -> Result:
     mode = order.mode or ctx.engine.adapter.default_pause
     await pause_engine(ctx, mode, drain_seconds=order.drain_seconds, budget=order.budget_seconds)
     await _settle_by_pause(ctx)
-    return {"paused": True, "mode": mode.value}
+    return {"paused": True}
 
 
 async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float, budget: float | None = None) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus, Transport
+from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
+from rlfleet.plan.quiesce import refuse_mode
 from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, unavailable_limit
 from rlfleet.plan.topology import Device
 from rlfleet.plan.transport import Refusal, choose
@@ -27,11 +28,12 @@ def freeze(
     total_bytes: int,
     verify: str,
     max_unavailable: int | str,
+    quiesce: PauseMode | None = None,
 ) -> RoundPlan | Refusal:
     """Freeze the members of a Refresh: every live engine whose gate answers and has met its engine.
 
     Checked in this order, all before anything is quiesced: silent gates, versions and capabilities of gates,
-    transports, capabilities of the sender, memory for staging, verification.
+    mode of the pause, transports, capabilities of the sender, memory for staging, verification.
     """
     live = [e for e in engines if not e.gone and not e.leaving]
     silent = [e for e in live if e.status is None and not e.unborn]
@@ -52,6 +54,9 @@ def freeze(
                 f"the gate of {e.name} speaks protocol {e.status.protocol_version}, {PROTOCOL_VERSION} is needed; "
                 "delete the pod so that it is made anew with the present gate image",
             )
+    unpausable = refuse_mode(ready, quiesce)
+    if unpausable is not None:
+        return unpausable
     choice = choose(mode, {e.name: e.devices for e in ready}, train, assert_mixed=assert_mixed)
     if isinstance(choice, Refusal):
         return choice

@@ -171,18 +171,23 @@ class Deadlines(Spec):
     )
     paused_seconds: Seconds = Field(
         default=150,
-        description="Seconds from the first pause of an engine to the commit. Engines do not serve meanwhile.",
+        description="Seconds from the first pause of an engine to the commit. Engines do not serve meanwhile. "
+        "Gates and the sender divide them: 0.15 to form a broadcast group, 0.5 to move weights, 0.15 for one "
+        "collective in flight, 0.1 to tear down, the rest for the proof. With quiesce.mode Wait drainSeconds are "
+        "added.",
     )
 
 
 class Quiesce(Spec):
     """How running requests are held while weights change."""
 
-    mode: PauseMode = Field(
-        default=PauseMode.RETRACT,
-        description="Retract: running requests go back to the queue and are recomputed with the new weights. "
-        "Abort: they end with finish reason abort. Wait: they finish first, for at most drainSeconds. "
-        "With Abort and Wait the engine is also taken out of its routers.",
+    mode: PauseMode | None = Field(
+        default=None,
+        description="Absent: Retract on SGLang, Keep on vLLM. Retract: running requests go back to the queue and are "
+        "recomputed with the new weights. Keep: they are frozen and go on afterwards; refused on SGLang, whose cache "
+        "could not be flushed under them. Abort: they end with finish reason abort. Wait: they finish first, for at "
+        "most drainSeconds; what still runs then is held as by default. With Abort and Wait engines are also taken out "
+        "of their routers.",
     )
 
 
@@ -196,7 +201,8 @@ class SyncSpec(Spec):
         ge=0,
         le=3600,
         description="Seconds that running requests get to finish where an engine is drained: before a pause with "
-        "quiesce.mode Wait, and before an engine is removed. What still runs then is aborted.",
+        "quiesce.mode Wait, and before an engine is removed. What still runs then is held with Wait, and aborted with "
+        "a removal.",
     )
     verify: VerifyMode = Field(
         default=VerifyMode.IF_SUPPORTED,

@@ -21,7 +21,7 @@ from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import pass_barrier
 from rlfleet.control.rounds.closing import Closing
-from rlfleet.control.rounds.fleet import Fleet, SenderLink, ok, why
+from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.orphan import StatusOf
 from rlfleet.control.rounds.outcome import with_late_cancel
@@ -29,6 +29,7 @@ from rlfleet.control.rounds.preparing import plan_members, stage_bytes
 from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
 from rlfleet.plan.deletion import is_deleting
+from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
 from rlfleet.plan.rounds import TERMINAL, RoundPlan
 from rlfleet.plan.verdicts import Entry, Verdict, enter
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Seconds for engines that drain or abort to leave their routers.
+CLOSE_SECONDS = 10.0
 #: Share of pausedSeconds that is left for verification and publication, and the least seconds for them.
 PROOF_SHARE = 0.1
 PROOF_SECONDS = 10.0
@@ -84,6 +87,8 @@ class Executor:
         Asked again it only ever comes nearer: neither a changed spec nor a clock that is set back refills a budget.
         """
         budget = int(self.ledger.spec["sync"]["deadlines"][key])
+        if key == "pausedSeconds":
+            budget += drain_allowance(self.ledger.spec["sync"])
         text = self.ledger.round_status.get(since)
         spent = max(0.0, (self.ctx.now_ms() - epoch_ms(text)) / 1000) if text else 0.0
         end = self.ctx.clock.monotonic() + budget - spent
@@ -254,19 +259,22 @@ class Executor:
         )
         self.paused_since = self.ctx.clock.monotonic()
         sync = self.ledger.spec["sync"]
-        mode = wire.PauseMode(sync["quiesce"]["mode"])
+        mode = wanted_mode(sync)
         deadline = self.deadline("pausedSeconds", "pausedAt")
         members = [m.engine for m in transfer.plan.members if m.engine in self.fleet.engines]
-        if mode is not wire.PauseMode.RETRACT:
-            # Requests must not wait in front of an engine that drains or aborts: it leaves the routers first.
-            closed = await self.fleet.run(
-                self.caller, "Close", {n: wire.CloseOrder() for n in members}, deadline=deadline
-            )
-            transfer.trouble.note_results(closed)
-        order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]))
+        results: dict[str, Ended] = {}
+        if leaves_routers(mode):
+            # Requests must not wait in front of an engine that drains or aborts: it leaves the routers first, and one
+            # that a router may still list is not quiesced.
+            shut = dict.fromkeys(members, wire.CloseOrder(deadline_seconds=CLOSE_SECONDS))
+            closed = await self.fleet.run(self.caller, "Close", shut, deadline=deadline, again=True)
+            results = {n: r for n, r in closed.items() if not ok(r)}
+        left = max(self._load_deadline() - self.ctx.clock.monotonic(), 1.0)
+        order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]), budget_seconds=left)
+        pausing = [n for n in members if n not in results]
         # Always proven anew: before a takeover, or before a status was lost, an abort may have resumed engines.
-        results = await self.fleet.run(
-            self.caller, "Pause", dict.fromkeys(members, order), deadline=deadline, again=True
+        results |= await self.fleet.run(
+            self.caller, "Pause", dict.fromkeys(pausing, order), deadline=deadline, again=True
         )
         transfer.trouble.note_results(results)
         self.lap("quiesceMs", started)

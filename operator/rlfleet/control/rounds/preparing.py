@@ -16,6 +16,7 @@ from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.fleet import why
 from rlfleet.control.rounds.transfer import Target, Transfer, member_rows
 from rlfleet.plan.freeze import freeze
+from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal
@@ -40,6 +41,7 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
         await closing.refuse("Planned", reason, message)
         return None
     budget = sum(int(deadlines[k]) for k in ("stagingSeconds", "pausedSeconds")) + 60
+    budget += drain_allowance(run.ledger.spec["sync"])
     try:
         run.sender.status = await run.ctx.peers.hold(
             run.sender.peer,
@@ -131,6 +133,7 @@ def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
         total_bytes=slot.total_bytes,
         verify=spec["sync"]["verify"],
         max_unavailable=spec["sync"]["maxUnavailable"],
+        quiesce=wanted_mode(spec["sync"]),
     )
 
 
