@@ -127,6 +127,21 @@ def test_a_live_engine_that_is_silent_or_behind_is_unfenced() -> None:
 OLD = Committed(0, DIGEST_B, engine_digests={"L": "E0"})
 
 
+def test_required_verification_takes_no_member_that_nothing_confirms() -> None:
+    def judged(*evidence: Evidence, agreed_on: dict[str, str] | None = None, verify: str = "Required") -> Agreement:
+        return agree(evidence, committed=OLD, manifest_digest=DIGEST_A, verify=verify, agreed_on=agreed_on)
+
+    lone, blind = Evidence("a", "L", "x", True), Evidence("b", "L", None, None)
+    assert judged(lone).agreed == judged(blind).agreed == ()
+    assert "Required" in judged(lone).rejected["a"]
+    assert judged(lone, Evidence("c", "L", "x", True), blind).agreed == ("a", "c")
+    # Others of the round were found to have this digest before: the late one is confirmed by them.
+    assert judged(lone, agreed_on={"L": "x"}).agreed == ("a",)
+    assert judged(lone, agreed_on={"L": "y"}).agreed == ()
+    assert judged(lone, agreed_on={"L": "x"}, verify="IfSupported").unconfirmed == ()
+    assert judged(lone, verify="IfSupported").unconfirmed == ("a",)
+
+
 def test_abort_resumes_only_untouched_members_that_hold_the_committed_weights() -> None:
     engines = {
         "good": engine("good", gate(holds=(0, DIGEST_B))),

@@ -50,6 +50,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-health-generation", action="store_true", help="/health is a plain 200")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="seconds of rendezvous and collectives")
     parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument(
+        "--empty-checksums", action="store_true", help="parameters hash as empty input, as packed ones do on CPUs"
+    )
     parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
     return parser.parse_args()
 
@@ -81,6 +84,7 @@ def _load(model: str, seed: int) -> tuple[ModelConfig, WeightStore, str]:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     config, weights, path = _load(arguments.model, arguments.seed)
+    weights.packed = arguments.empty_checksums
     slots = arguments.max_running_requests
     groups: Groups | None = None
     model: Model

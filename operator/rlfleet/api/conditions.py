@@ -160,6 +160,7 @@ class Reason(_Documented):
     TRANSFER_FAILED = "TransferFailed", "engines did not take over the weights"
     VERIFY_FAILED = "VerifyFailed", "engines do not prove that they hold the weights"
     PUBLISH_FAILED = "PublishFailed", "the version label could not be written to engines or did not read back"
+    PROBE_FAILED = "ProbeFailed", "a resumed engine did not generate the token that it should"
     ROUTING_DEGRADED = "RoutingDegraded", "the version is committed, but engines could not be reopened or routed"
     NOT_ALL_FENCED = "NotAllFenced", "a live engine has not stored this round's generation, so nothing may be committed"
     QUIESCE_UNSUPPORTED = "QuiesceUnsupported", "an engine can not be paused in the mode that spec.sync.quiesce names"

@@ -252,6 +252,9 @@ class PauseOrder(Request):
     )
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 30
     budget_seconds: Seconds | None = Field(default=None, description="what is left for it, counted from reception")
+    withdraw_proof: bool = Field(
+        default=False, description="also forget that its weights were proven: peers show that they are not those"
+    )
 
 
 class ResumeOrder(Request):
@@ -332,6 +335,16 @@ class PublishOrder(Request):
     engine_digest: str | None = Field(default=None, max_length=128)
 
 
+class ProbeOrder(Request):
+    """Have a resumed engine generate one greedy token for a fixed prompt. Result: ``{"token": int}``.
+
+    Fails (EngineRefused) where the engine answers no, no token, or a token of another weight version.
+    """
+
+    kind: Literal["Probe"] = "Probe"
+    deadline_seconds: Seconds = 20
+
+
 class OpenOrder(Request):
     """Add the engine's own URL to every router; ends when each router lists it. Refused unless proven and resumed."""
 
@@ -359,6 +372,7 @@ Order = Annotated[
     | LoadOrder
     | VerifyOrder
     | PublishOrder
+    | ProbeOrder
     | OpenOrder
     | CloseOrder
     | DiscardOrder,

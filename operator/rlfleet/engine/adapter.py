@@ -84,6 +84,14 @@ class Checksum:
     meaningful: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One greedy token, and the weight version that the engine says it was made with (None: it does not say)."""
+
+    token: int
+    label: str | None
+
+
 class EngineAdapter(Protocol):
     """One engine process. All durations are seconds."""
 
@@ -140,6 +148,9 @@ class EngineAdapter(Protocol):
 
     async def write_label(self, label: str, seconds: float) -> str:
         """Write the version label once, aborting nothing; return what is read back."""
+
+    async def probe(self, seconds: float) -> Token:
+        """Generate one greedy token for a fixed prompt, as a user's request would; Refused when none comes."""
 
     async def idle(self, seconds: float) -> bool:
         """Whether nothing that was asked of the engine before is still in progress (False: not proven)."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlfleet.api.wire import PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
-from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, View
+from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
 
 #: Seconds for a call that the engine's front end answers by itself.
 QUICK = 2.0
@@ -32,6 +32,9 @@ PAUSE_SECONDS = 20.0
 RESUME_SECONDS = 30.0
 #: Bounds of the pause between two polls or two tries of a flush.
 POLL_MIN, POLL_MAX = 0.01, 0.5
+
+#: Ids that every vocabulary has.
+PROBE_PROMPT = [1, 2, 3, 5, 8, 13, 21]
 
 _SESSION = "/begin_weight_update"
 _PROBED = {
@@ -274,6 +277,21 @@ class SGLangAdapter:
         await self._control("/update_weight_version", body, seconds)
         info = await self._get("/model_info", "/get_model_info", seconds)
         return _text(info.get("weight_version")) or ""
+
+    async def probe(self, seconds: float) -> Token:
+        """One request like any other. An aborted one answers 200 too, with its tokens so far."""
+        body = {"input_ids": PROBE_PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+        answer = await self._http.call("POST", "/generate", seconds=seconds, body=body, headers=self._user)
+        given = answer.body if isinstance(answer.body, dict) else {}
+        tokens, meta = given.get("output_ids"), given.get("meta_info")
+        meta = meta if isinstance(meta, dict) else {}
+        end = meta.get("finish_reason")
+        if isinstance(end, dict) and end.get("type") == "abort":
+            raise Refused("POST /generate", 200, "the probe was aborted")
+        token = _int(tokens[0]) if isinstance(tokens, list) and len(tokens) == 1 else None
+        if token is None:
+            raise Refused("POST /generate", 200, f"not one token: {explain(answer)}")
+        return Token(token, _text(meta.get("weight_version")))
 
     async def idle(self, seconds: float) -> bool:
         """A checksum passes the scheduler behind everything asked before it: its answer proves that all is done."""

@@ -10,6 +10,7 @@ or raises. Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rlfleet.api.wire import (
     PauseMode,
     PauseOrder,
     PrepareOrder,
+    ProbeOrder,
     PublishOrder,
     ResumeOrder,
     RouterEndpoint,
@@ -48,6 +50,8 @@ PAUSE_SECONDS = 20.0
 #: Least seconds for a call that is made at all: enough for an engine that is well.
 MIN_SECONDS = 1.0
 READ_BACK_SECONDS = 0.25
+
+log = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 
@@ -99,10 +103,23 @@ async def pause(ctx: GateContext, request: OperationRequest) -> Result:
     """Pause and verify; then operations whose effect was unknown are settled, if the engine is proven idle."""
     order = request.order
     assert isinstance(order, PauseOrder)
+    if order.withdraw_proof:
+        _withdraw_proof(ctx)
     mode = order.mode or ctx.engine.adapter.default_pause
     await pause_engine(ctx, mode, drain_seconds=order.drain_seconds, budget=order.budget_seconds)
     await _settle_by_pause(ctx)
     return {"paused": True}
+
+
+def _withdraw_proof(ctx: GateContext) -> None:
+    """Before the engine is asked: whatever comes of the pause, nobody may resume it from this record."""
+    latest = ctx.store.latest_load()
+    with ctx.store.transaction():
+        ctx.store.holds = None
+        if latest is not None:
+            op_id, load = latest
+            ctx.store.put_load(op_id, load.model_copy(update={"verified": False, "published": False}))
+    log.error("the proof of this engine's weights is withdrawn: its peers show that they are not those")
 
 
 async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: float, budget: float | None = None) -> None:
@@ -198,6 +215,34 @@ async def publish(ctx: GateContext, request: OperationRequest) -> Result:
             version=order.version, manifest_digest=order.manifest_digest, engine_digest=load.engine_digest
         )
     return {"label": read_back}
+
+
+# ---------------------------------------------------------------------------------------------- probe
+
+
+async def check_probe(ctx: GateContext, _: OperationRequest) -> None:
+    """Only an engine that may serve is probed: a paused one would let the probe wait."""
+    rules.may_open(ctx.store.holds)
+    if await is_paused(ctx) is not False:
+        raise GateError(ErrorReason.NOT_PROVEN, "the engine does not admit requests; Resume comes before Probe")
+
+
+async def probe(ctx: GateContext, request: OperationRequest) -> Result:
+    """One greedy token. It changes nothing, so an answer that does not come is a failure and leaves nothing unknown."""
+    order = request.order
+    assert isinstance(order, ProbeOrder)
+    try:
+        answer = await ctx.engine.adapter.probe(order.deadline_seconds)
+    except NoAnswer as e:
+        raise GateError(ErrorReason.DEADLINE_EXCEEDED, f"probe: {e}") from e
+    except CallError as e:
+        raise engine_failure("probe", e) from e
+    holds = ctx.store.holds
+    if holds is not None and rules.voids_proof(answer.label, holds):
+        raise GateError(
+            ErrorReason.ENGINE_REFUSED, f"probe: the token is of version {answer.label}, proven is {holds.version}"
+        )
+    return {"token": answer.token}
 
 
 # ---------------------------------------------------------------------------------------------- routers

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
 from rlfleet.calls import CallError
-from rlfleet.engine import EngineAdapter, Facts, View
+from rlfleet.engine import Capability, EngineAdapter, Facts, View
 from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
 from rlfleet.router import RouterAdapter, make_router, normal
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 #: Seconds for the questions behind one status answer; operators wait 5 s for it.
 STATUS_SECONDS = 1.5
 ROUTER_SECONDS = 1.5
+#: Seconds for the one checksum that tells whether checksums mean anything.
+CHECKSUM_SECONDS = 10.0
 
 
 class EngineLink:
@@ -49,15 +52,28 @@ class EngineLink:
         if self._facts is None:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_facts())
-            self._facts = await asyncio.shield(self._asking)
+            # A checksum may take longer than a caller of ours waits; it goes on, and the next one finds its answer.
+            done, _ = await asyncio.wait({self._asking}, timeout=STATUS_SECONDS)
+            if done:
+                self._facts = self._asking.result()
         return self._facts
 
     async def _ask_facts(self) -> Facts | None:
         try:
-            return await self.adapter.facts(STATUS_SECONDS)
+            facts = await self.adapter.facts(STATUS_SECONDS)
+            if Capability.CHECKSUM in facts.capabilities and not await self._checksum_means_something():
+                facts = replace(facts, capabilities=facts.capabilities - {Capability.CHECKSUM})
         except CallError as e:
             log.debug("engine facts are not known yet: %s", e)
             return None
+        return facts
+
+    async def _checksum_means_something(self) -> bool:
+        """Asked once, while nothing is served yet: that the path exists does not say that its hashes hash anything."""
+        if self._store.checksum_meaningful is None:
+            answer = await self.adapter.checksum(CHECKSUM_SECONDS)
+            self._store.checksum_meaningful = answer is not None and answer.meaningful
+        return bool(self._store.checksum_meaningful)
 
     async def observe(self, *, busy: bool) -> tuple[View, EngineReport]:
         """The engine now. ``busy``: an operation runs that may change the label, so it is not compared."""

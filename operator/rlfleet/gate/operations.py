@@ -42,6 +42,7 @@ ACTIONS: dict[str, Action] = {
     "Load": Action(loads.check_load, loads.load),
     "Verify": Action(loads.check_verify, loads.verify),
     "Publish": Action(actions.check_publish, actions.publish),
+    "Probe": Action(actions.check_probe, actions.probe),
     "Open": Action(actions.check_open, actions.open_routes),
     "Close": Action(no_check, actions.close_routes),
     "Discard": Action(no_check, actions.discard),

@@ -147,6 +147,16 @@ class Store:
         self._put("seenAdmitting", value)
 
     @property
+    def checksum_meaningful(self) -> bool | None:
+        """Whether the engine's checksums depend on its weights; None: not asked yet. Holds for all its life."""
+        value: bool | None = self._get("checksumMeaningful")
+        return value
+
+    @checksum_meaningful.setter
+    def checksum_meaningful(self, value: bool) -> None:
+        self._put("checksumMeaningful", value)
+
+    @property
     def holds(self) -> HoldsRecord | None:
         """The weights that are proven for this incarnation."""
         value = self._get("holds")

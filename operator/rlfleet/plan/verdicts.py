@@ -85,13 +85,21 @@ class Agreement:
     unconfirmed: tuple[str, ...] = ()
 
 
-def agree(evidence: Sequence[Evidence], *, committed: Committed | None, manifest_digest: str, verify: str) -> Agreement:
+def agree(
+    evidence: Sequence[Evidence],
+    *,
+    committed: Committed | None,
+    manifest_digest: str,
+    verify: str,
+    agreed_on: Mapping[str, str] | None = None,
+) -> Agreement:
     """Compare the engines' own checksums within each layout.
 
     A checksum that did not move although the bytes differ rejects the member. When members of one layout disagree:
     the committed engine digest decides (if the manifest digest is the committed one), else a strict majority of at
     least three, else none is whole. ``verify`` Off: delivered is enough. A lone member, or one without a usable
-    checksum, is "delivered, unconfirmed" and listed so.
+    checksum, is "delivered, unconfirmed" and listed so; ``verify`` Required rejects it. ``agreed_on``: digests per
+    layout that other members of the round have been found to have already.
     """
     if verify == "Off":
         return Agreement(tuple(e.engine for e in evidence), {}, {}, tuple(e.engine for e in evidence))
@@ -111,6 +119,7 @@ def agree(evidence: Sequence[Evidence], *, committed: Committed | None, manifest
             layouts.setdefault(e.layout, []).append(e)
     for layout, members in layouts.items():
         known = (committed.engine_digests or {}).get(layout) if committed is not None and same_bytes else None
+        known = known or (agreed_on or {}).get(layout)
         counts = Counter(e.digest for e in members)
         winner, votes = counts.most_common(1)[0]
         if known is not None:
@@ -128,6 +137,11 @@ def agree(evidence: Sequence[Evidence], *, committed: Committed | None, manifest
             digests[layout] = winner
             if len(members) == 1 and known is None:
                 unconfirmed.append(members[0].engine)
+    if verify == "Required":
+        why = "nothing confirms what it loaded, and spec.sync.verify is Required"
+        rejected |= dict.fromkeys(unconfirmed, why)
+        agreed = [name for name in agreed if name not in rejected]
+        unconfirmed = []
     return Agreement(tuple(agreed), rejected, digests, tuple(unconfirmed))
 
 

@@ -227,6 +227,12 @@ class SyncSpec(Spec):
             ),
         },
     )
+    probe_generation: bool = Field(
+        default=False,
+        description="After a commit, have each resumed engine generate one greedy token before routers get it back. "
+        "Engines without usable checksums must give the same token. An engine that answers wrongly is closed, and the "
+        "round ends as RoutingDegraded.",
+    )
     on_failure: OnFailure = Field(
         default=OnFailure.REPLACE,
         description="What happens to an engine that cannot be proven to hold the committed weights. Replace: its pod "

@@ -16,6 +16,7 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
+from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
 
@@ -194,6 +195,10 @@ class Closing(Ending):
         self.note_paused()
         bad = {n: why(r) for n, r in resumed.items() if not ok(r)}
         await self.fleet.poll(whole)
+        if self.ledger.spec["sync"].get("probeGeneration"):
+            wrong, unsure = await self._probe(transfer, [n for n in whole if n not in bad], deadline)
+            bad |= wrong | unsure
+            verdicts |= dict.fromkeys(wrong, Verdict.POISONED)
         closed = [
             n
             for n in whole
@@ -239,3 +244,15 @@ class Closing(Ending):
             verdicts=verdicts,
             committed=True,
         )
+
+    async def _probe(
+        self, transfer: Transfer, names: list[str], deadline: float
+    ) -> tuple[dict[str, tuple[Reason, str]], dict[str, tuple[Reason, str]]]:
+        """One token of each resumed engine: those that are closed now, and those that did not answer."""
+        committed = self.ledger.committed
+        known = set((committed.engine_digests or {}) if committed is not None else {})
+        judged = await probe_generation(self.fleet, self.run.caller, names, proven_layouts=known, deadline=deadline)
+        wrong = {n: (Reason.PROBE_FAILED, text) for n, text in judged.bad.items()}
+        for name, (reason, text) in wrong.items():
+            transfer.trouble.note(name, reason, text)
+        return wrong, {n: (Reason.PROBE_FAILED, text) for n, text in judged.unknown.items()}

@@ -329,7 +329,13 @@ class Transfer:
                         changed=record.result.get("changed"),
                     )
                 )
-        agreement = agree(evidence, committed=committed, manifest_digest=self.target.manifest_digest, verify=how)
+        agreement = agree(
+            evidence,
+            committed=committed,
+            manifest_digest=self.target.manifest_digest,
+            verify=how,
+            agreed_on=known,
+        )
         for engine, message in agreement.rejected.items():
             self.trouble.note(engine, Reason.VERIFY_FAILED, message)
         self.unconfirmed |= set(agreement.unconfirmed)
