@@ -194,6 +194,7 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
             "drainSeconds": 30,
             "verify": "IfSupported",
             "maxUnavailable": "10%",
+            "probeGeneration": False,
             "onFailure": "Replace",
         },
         "historyLimit": 20,
