@@ -81,7 +81,7 @@ class Fleet:
         """Merge into a round's status."""
         self._patch("syncround", name, status)
 
-    def phase(self, name: str, phase: str, message: str = "") -> None:
+    def phase(self, name: str, phase: str, message: str = "", *, reason: str = "") -> None:
         """Move a round, saying what it waits for."""
         self.round_status(
             name,
@@ -90,7 +90,7 @@ class Fleet:
                 {
                     "type": "Progressing",
                     "status": "True",
-                    "reason": phase,
+                    "reason": reason or phase,
                     "message": message,
                     "observedGeneration": 1,
                     "lastTransitionTime": "2026-01-01T00:00:00Z",

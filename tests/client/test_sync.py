@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from rlfleet.api import labels, naming
-from rlfleet.client import Client, SenderNotReady, SyncFailed, SyncRefused, SyncTimeout, WaitTimeout
+from rlfleet.client import (
+    Client,
+    HoldingNeedsAction,
+    RoutingDegraded,
+    SenderNotReady,
+    SyncFailed,
+    SyncRefused,
+    SyncTimeout,
+    WaitTimeout,
+)
 from tests.client.conftest import Sync
 from tests.client.fleet import DIGEST, INCARNATION, KEY, OTHER, SECONDS, Fleet
 from tests.fault.proxy import Fault, FaultProxy, Rule, Watching
@@ -151,10 +162,66 @@ def test_a_degraded_round_raises_although_committed(fleet: Fleet, client: Client
     running = sync(client, 1)
     (made,) = fleet.wait_rounds()
     fleet.fail(made["metadata"]["name"], committed=True, reason="RoutingDegraded")
-    with pytest.raises(SyncFailed, match="IS committed") as failed:
+    with pytest.raises(RoutingDegraded, match="IS committed.*do not send it again") as failed:
         running.result(SECONDS)
     assert failed.value.committed
-    assert failed.value.reason == "RoutingDegraded"
+    assert (failed.value.version, failed.value.reason) == (1, "RoutingDegraded")
+    # Retries are for versions that are not committed: no other attempt is made.
+    with pytest.raises(RoutingDegraded):
+        sync(client, 1, retries=3).result(SECONDS)
+    assert len(fleet.rounds()) == 1
+
+
+def hold(fleet: Fleet, name: str) -> None:
+    fleet.phase(name, "Holding", "1 engine is missing (e-0-abc); delete the named pods", reason="HoldingNeedsAction")
+
+
+def test_a_round_that_needs_a_person_is_an_error_with_the_remedy(fleet: Fleet, client: Client, sync: Sync) -> None:
+    running, patient = sync(client, 1), sync(client, 1, on_holding="wait")
+    (made,) = fleet.wait_rounds()
+    name = made["metadata"]["name"]
+    fleet.phase(name, "Holding", "1 engine is missing")
+    hold(fleet, name)
+    with pytest.raises(HoldingNeedsAction, match=r"e-0-abc.*delete the named pods.*on_holding") as held:
+        running.result(SECONDS)
+    assert (held.value.version, held.value.round, held.value.committed) == (1, name, False)
+    assert not patient.done()
+    fleet.succeed(name)
+    assert patient.result(SECONDS).round == name
+    with pytest.raises(ValueError, match="on_holding"):
+        client.sync(1, on_holding="ignore")  # type: ignore[arg-type]
+
+
+def test_a_missing_operator_is_said_while_waiting(fleet: Fleet, client: Client, sync: Sync) -> None:
+    told: list[tuple[str, str]] = []
+    heard = threading.Event()
+
+    def listen(phase: str, detail: str) -> None:
+        told.append((phase, detail))
+        if "no operator" in detail:
+            heard.set()
+
+    running = sync(client, 1, on_progress=listen)
+    (made,) = fleet.wait_rounds()
+    assert heard.wait(SECONDS)
+    assert told[0] == ("Pending", "")
+    assert fleet.namespace in told[-1][1]
+    fleet.phase(made["metadata"]["name"], "Staging", "pushing")
+    fleet.succeed(made["metadata"]["name"])
+    running.result(SECONDS)
+
+
+def test_a_pipeline_that_is_created_anew_ends_the_sync_by_name(fleet: Fleet, client: Client, sync: Sync) -> None:
+    running = sync(client, 1)
+    (made,) = fleet.wait_rounds()
+    fleet.cluster.kubectl("delete", "rlpipeline", "demo", f"--namespace={fleet.namespace}")
+    fleet.create_pipeline()
+    fleet.cluster.kubectl(
+        "delete", "syncround", made["metadata"]["name"], f"--namespace={fleet.namespace}", "--ignore-not-found"
+    )
+    with pytest.raises(SyncFailed, match="demo was deleted") as failed:
+        running.result(SECONDS)
+    assert failed.value.reason == "PipelineGone"
 
 
 @pytest.mark.parametrize("phase", ["Superseded", "Cancelled", "Expired"])

@@ -12,49 +12,22 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rlfleet.api.v1alpha1 import RLPipeline, SyncRound
 from rlfleet.api.v1alpha1.common import DNS_LABEL
 from rlfleet.api.v1alpha1.rlpipeline import CommittedVersion
 from rlfleet.client import credentials, errors, rounds
-from rlfleet.client.api import CALL_SECONDS, PIPELINES, ROUNDS, Api, Exists, Invalid
+from rlfleet.client.api import PIPELINES, ROUNDS, Api, Exists, Invalid
+from rlfleet.client.waiting import Progress, Wait, say_nothing
 
-#: Called with the phase of the sync and what it waits for.
-Progress = Callable[[str, str], None]
-
+#: Seconds after which it is said that no operator has looked at a round.
+OPERATOR_SECONDS = 5.0
 #: Phases of a sync before there is a round.
 WAITING_FOR_SENDER = "WaitingForSender"
 #: A watch that ends at once (forbidden, unsupported by a proxy) must not become a busy loop.
 _POLL_SECONDS = 0.5
-
-
-def _say_nothing(phase: str, detail: str) -> None:
-    return None
-
-
-@dataclass(slots=True)
-class _Wait:
-    """One call's deadline and what it has told its caller."""
-
-    started: float
-    until: float
-    say: Progress
-    said: tuple[str, str] | None = None
-
-    def tell(self, phase: str, detail: str) -> None:
-        if (phase, detail) != self.said:
-            self.said = (phase, detail)
-            self.say(phase, detail)
-
-    def left(self) -> float:
-        return self.until - time.monotonic()
-
-    def call_until(self) -> float:
-        """How long one call may be retried: to our own deadline, and at least one whole call."""
-        return max(self.until, time.monotonic() + CALL_SECONDS)
 
 
 class Client:
@@ -124,13 +97,13 @@ class Client:
         return found.status.committed
 
     def _pipeline_when(self, wanted: Callable[[RLPipeline], bool], timeout: float, what: str) -> RLPipeline:
-        wait = _Wait(time.monotonic(), time.monotonic() + timeout, _say_nothing)
+        wait = Wait(time.monotonic(), time.monotonic() + timeout, say_nothing)
         found = self._pipeline_until(wait, wanted)
         if not wanted(found):
             raise errors.WaitTimeout(f"waited {timeout:g} s for {what}")
         return found
 
-    def _pipeline_until(self, wait: _Wait, wanted: Callable[[RLPipeline], bool]) -> RLPipeline:
+    def _pipeline_until(self, wait: Wait, wanted: Callable[[RLPipeline], bool]) -> RLPipeline:
         """The pipeline once it is as wanted, or as it was last seen when the time is over."""
         while True:
             found = self._pipeline(wait.call_until())
@@ -147,7 +120,7 @@ class Client:
             self._breathe(opened, wait)
 
     @staticmethod
-    def _breathe(opened: float, wait: _Wait) -> None:
+    def _breathe(opened: float, wait: Wait) -> None:
         pause = min(_POLL_SECONDS - (time.monotonic() - opened), wait.left())
         if pause > 0:
             time.sleep(pause)
@@ -164,6 +137,7 @@ class Client:
         sender_timeout: float = 60.0,
         retries: int = 0,
         allow_rollback: bool = False,
+        on_holding: Literal["raise", "wait"] = "raise",
         on_progress: Progress | None = None,
     ) -> rounds.SyncResult:
         """Bring ``version``, which the sender has published, into all engines; return when it is served.
@@ -175,17 +149,23 @@ class Client:
         - ``retries``: how many new attempts to make after one ended without success. An attempt that failed in an
           earlier call is reported as it is with 0, and followed by a new one otherwise.
         - ``allow_rollback``: a version below the committed one is meant.
+        - ``on_holding``: what to do when the round cannot heal by itself and waits for a person: "raise"
+          HoldingNeedsAction (the round goes on; sync again to wait for it), or "wait" for the person.
         - ``on_progress``: called with (phase, what it waits for) whenever that changes.
 
-        Raises SyncRefused (nothing was begun), SenderNotReady, SyncFailed (mind its ``committed``), SyncTimeout (the
-        round goes on), and the errors of the API: PipelineNotFound, NamespaceNotFound, Forbidden, ApiUnavailable...
+        Raises SyncRefused (nothing was begun), SenderNotReady, SyncFailed (the version is not committed),
+        RoutingDegraded (a SyncFailed whose version IS committed: go on, do not send it again), HoldingNeedsAction,
+        SyncTimeout (the round goes on), and the errors of the API: PipelineNotFound, NamespaceNotFound, Forbidden,
+        ApiUnavailable...
         """
         if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
             raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
         if retries < 0 or timeout <= 0:
             raise ValueError("retries must not be negative, timeout must be positive")
+        if on_holding not in ("raise", "wait"):
+            raise ValueError(f'on_holding must be "raise" or "wait", not {on_holding!r}')
         now = time.monotonic()
-        wait = _Wait(now, now + timeout, on_progress or _say_nothing)
+        wait = Wait(now, now + timeout, on_progress or say_nothing, patient=on_holding == "wait")
         pipeline = self._pipeline(wait.until)
         done = self._committed_already(pipeline, version, manifest_digest, sender_incarnation, wait)
         if done is not None:
@@ -206,7 +186,7 @@ class Client:
         return self._carry(order, retries, wait)
 
     def _committed_already(
-        self, pipeline: RLPipeline, version: int, digest: str | None, incarnation: str | None, wait: _Wait
+        self, pipeline: RLPipeline, version: int, digest: str | None, incarnation: str | None, wait: Wait
     ) -> rounds.SyncResult | None:
         committed = pipeline.status.committed
         if committed is None or committed.version != version:
@@ -222,7 +202,7 @@ class Client:
         return rounds.SyncResult(version=version, manifest_digest=committed.manifest_digest, seconds=seconds)
 
     def _sender(
-        self, pipeline: RLPipeline, version: int, asked: str | None, seconds: float, wait: _Wait
+        self, pipeline: RLPipeline, version: int, asked: str | None, seconds: float, wait: Wait
     ) -> tuple[RLPipeline, str]:
         """Wait until the operator reports the sender that is meant: a round of another one would be superseded."""
 
@@ -231,7 +211,7 @@ class Client:
 
         if not known(pipeline):
             wait.tell(WAITING_FOR_SENDER, _sender_says(pipeline))
-            limit = _Wait(wait.started, min(wait.until, time.monotonic() + seconds), wait.say)
+            limit = Wait(wait.started, min(wait.until, time.monotonic() + seconds), wait.say)
             pipeline = self._pipeline_until(limit, known)
         sender = pipeline.status.sender
         if not known(pipeline) or sender is None:
@@ -245,7 +225,7 @@ class Client:
             )
         return pipeline, sender.incarnation
 
-    def _carry(self, order: rounds.Order, retries: int, wait: _Wait) -> rounds.SyncResult:
+    def _carry(self, order: rounds.Order, retries: int, wait: Wait) -> rounds.SyncResult:
         attempt = 1
         found = self._find_or_create(order, attempt, wait)
         while True:
@@ -256,7 +236,8 @@ class Client:
             # Attempts of earlier calls are the past of this one: the latest of them counts.
             later = self._find(order, attempt + 1, wait)
             if later is None:
-                if not other_bytes and retries <= 0:
+                if not other_bytes and (retries <= 0 or found.status.committed):
+                    # A committed version needs no other attempt, however many are allowed.
                     raise rounds.failure(found, "" if found.status.committed else "Try again with sync(..., retries=1)")
                 if not other_bytes:
                     retries -= 1
@@ -269,13 +250,13 @@ class Client:
         had = found.status.manifest_digest or found.spec.manifest_digest
         return order.manifest_digest is not None and had is not None and had != order.manifest_digest
 
-    def _find(self, order: rounds.Order, attempt: int, wait: _Wait) -> SyncRound | None:
+    def _find(self, order: rounds.Order, attempt: int, wait: Wait) -> SyncRound | None:
         try:
             return self._adopt(order, self._api.get(ROUNDS, order.name(attempt), wait.call_until()))
         except errors.RoundNotFound:
             return None
 
-    def _find_or_create(self, order: rounds.Order, attempt: int, wait: _Wait) -> SyncRound:
+    def _find_or_create(self, order: rounds.Order, attempt: int, wait: Wait) -> SyncRound:
         name = order.name(attempt)
         while True:
             try:
@@ -312,13 +293,15 @@ class Client:
             )
         return found
 
-    def _until_ended(self, found: SyncRound, wait: _Wait) -> SyncRound:
+    def _until_ended(self, found: SyncRound, wait: Wait) -> SyncRound:
         name, uid = found.metadata.name, found.metadata.uid
         while True:
             if self._over(found, wait):
                 return found
             opened = time.monotonic()
-            for kind, obj in self._api.watch(ROUNDS, name, found.metadata.resource_version, wait.until):
+            # While no operator has said a word, look up now and then to say so.
+            until = wait.until if rounds.has_been_seen(found) else min(wait.until, opened + OPERATOR_SECONDS)
+            for kind, obj in self._api.watch(ROUNDS, name, found.metadata.resource_version, until):
                 if kind == "DELETED":
                     break
                 found = SyncRound.from_dict(obj)
@@ -330,23 +313,56 @@ class Client:
             except errors.RoundNotFound:
                 latest = None
             if latest is None or latest.metadata.uid != uid:
-                raise errors.SyncFailed(
-                    f"SyncRound {name} was deleted before its end was seen, which cancels it; its last phase was "
-                    f"{_phase(found)}",
-                    version=found.spec.version,
-                    round=name,
-                    committed=found.status.committed,
-                    phase=_phase(found),
-                    stage=_phase(found),
-                    reason="RoundGone",
-                    digest="",
-                )
+                raise self._gone(found, wait)
             found = latest
 
-    def _over(self, found: SyncRound, wait: _Wait) -> bool:
-        wait.tell(_phase(found), rounds.detail(found))
+    def _gone(self, found: SyncRound, wait: Wait) -> errors.SyncFailed:
+        """The error for a round whose object vanished, or stands there under another UID, while we waited."""
+        name, reason = found.metadata.name, "RoundGone"
+        text = f"SyncRound {name} was deleted before its end was seen, which cancels it"
+        owner = next((o.uid for o in found.metadata.owner_references if o.kind == "RLPipeline"), None)
+        try:
+            again = owner is not None and self._pipeline(wait.call_until()).metadata.uid != owner
+        except errors.PipelineNotFound:
+            again = True
+        if again:
+            reason = "PipelineGone"
+            text = (
+                f"RLPipeline {self.namespace}/{self.pipeline_name} was deleted (and perhaps created anew) while "
+                f"SyncRound {name} ran, which ended with it: publish and sync again once it is there"
+            )
+        return errors.SyncFailed(
+            f"{text}; its last phase was {_phase(found)}",
+            version=found.spec.version,
+            round=name,
+            committed=found.status.committed,
+            phase=_phase(found),
+            stage=_phase(found),
+            reason=reason,
+            digest="",
+        )
+
+    def _over(self, found: SyncRound, wait: Wait) -> bool:
+        if not rounds.has_been_seen(found) and time.monotonic() - wait.started >= OPERATOR_SECONDS:
+            wait.tell(
+                _phase(found),
+                f"no operator has taken SyncRound {found.metadata.name} up yet: is the rlfleet operator running, "
+                f"and does it watch namespace {self.namespace!r}?",
+                warn=True,
+            )
+        else:
+            wait.tell(_phase(found), rounds.detail(found))
         if rounds.ended(found):
             return True
+        remedy = rounds.needs_action(found)
+        if remedy is not None and not wait.patient:
+            raise errors.HoldingNeedsAction(
+                f"SyncRound {found.metadata.name} needs a person: {remedy}. It goes on: call "
+                f'sync({found.spec.version}) again after that, or with on_holding="wait"',
+                version=found.spec.version,
+                round=found.metadata.name,
+                committed=found.status.committed,
+            )
         if wait.left() <= 0:
             name = found.metadata.name
             waits_for = rounds.detail(found) or "no detail"

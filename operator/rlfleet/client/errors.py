@@ -99,6 +99,21 @@ class SyncFailed(SyncError):
         self.digest = digest
 
 
+class RoutingDegraded(SyncFailed):
+    """The version IS committed, but some engines could not be reopened or routed; ``committed`` is always True.
+
+    The trainer may go on: what serves, serves this version, and the operator repairs the rest. Sending the version
+    again would do nothing.
+    """
+
+
+class HoldingNeedsAction(SyncError):
+    """The round holds engines closed and cannot heal by itself: a person must act. It goes on meanwhile.
+
+    The message names the engines and the remedy, as the round's condition does.
+    """
+
+
 class SyncTimeout(SyncError):
     """The round had not ended in time. It goes on by itself; ``phase`` is how far it was."""
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api import labels, naming
-from rlfleet.api.conditions import RoundCondition, find_condition
+from rlfleet.api.conditions import Reason, RoundCondition, find_condition
 from rlfleet.api.v1alpha1 import RLPipeline, RoundPhase, SyncRound
-from rlfleet.client.errors import SyncFailed
+from rlfleet.client.errors import RoutingDegraded, SyncFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,35 @@ def detail(found: SyncRound) -> str:
     return str(progressing["message"]) if progressing is not None else ""
 
 
+def has_been_seen(found: SyncRound) -> bool:
+    """An operator has said something about the round."""
+    return found.status.phase is not None or bool(found.status.conditions)
+
+
+def needs_action(found: SyncRound) -> str | None:
+    """What a person must do for a round that cannot heal by itself; None: nothing."""
+    if ended(found):
+        return None
+    rows = [condition.model_dump() for condition in found.status.conditions]
+    progressing = find_condition(rows, RoundCondition.PROGRESSING)
+    if progressing is None or progressing["reason"] != Reason.HOLDING_NEEDS_ACTION.value:
+        return None
+    return str(progressing["message"])
+
+
 def failure(found: SyncRound, advice: str = "") -> SyncFailed:
     """The error of a round that ended without success."""
     status = found.status
     phase = status.phase.value if status.phase is not None else ""
     why = status.failure
     took_effect = (
-        f"version {found.spec.version} IS committed, but not every engine serves it yet"
+        f"version {found.spec.version} IS committed, but not every engine serves it yet: go on, do not send it again"
         if status.committed
         else f"version {found.spec.version} is not committed"
     )
     said = f"{why.reason} in {why.stage}: {why.message}" if why is not None else detail(found) or "no reason was given"
-    return SyncFailed(
+    kind = RoutingDegraded if status.committed else SyncFailed
+    return kind(
         f"SyncRound {found.metadata.name} ended as {phase} ({said}); {took_effect}" + (f". {advice}" if advice else ""),
         version=found.spec.version,
         round=found.metadata.name,
