@@ -162,7 +162,7 @@ def test_a_degraded_round_raises_although_committed(fleet: Fleet, client: Client
     running = sync(client, 1)
     (made,) = fleet.wait_rounds()
     fleet.fail(made["metadata"]["name"], committed=True, reason="RoutingDegraded")
-    with pytest.raises(RoutingDegraded, match="IS committed.*do not send it again") as failed:
+    with pytest.raises(RoutingDegraded, match=r"IS committed.*do not send it again") as failed:
         running.result(SECONDS)
     assert failed.value.committed
     assert (failed.value.version, failed.value.reason) == (1, "RoutingDegraded")
