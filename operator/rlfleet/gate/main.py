@@ -14,13 +14,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from aiohttp import web
-
 from rlfleet.gate.app import Gate
 from rlfleet.gate.config import ConfigError, GateConfig, load_config
 from rlfleet.gate.logs import set_up_logging
 from rlfleet.gate.server import GateServer
 from rlfleet.gate.store import StoreError
+from rlfleet.serving import listen
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +43,19 @@ async def serve(config: GateConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     gate = Gate(config, on_fatal)
     await gate.start()
-    runner = web.AppRunner(
-        GateServer(gate, on_fatal).application(),
-        access_log=None,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-        read_bufsize=READ_BUFFER,
-    )
+    listener = None
     try:
-        await runner.setup()
-        await web.TCPSite(runner, config.pod_ip, config.port).start()
+        listener = await listen(
+            GateServer(gate, on_fatal).application(),
+            at=(config.pod_ip, config.port),
+            shutdown_seconds=SHUTDOWN_SECONDS,
+            read_buffer=READ_BUFFER,
+        )
         log.info("gate listens", extra={"address": f"{config.pod_ip}:{config.port}"})
         await stop.wait()
     finally:
-        await runner.cleanup()
+        if listener is not None:
+            await listener.close()
         await gate.stop()
     return 1 if failures else 0
 

@@ -32,6 +32,7 @@ from rlfleet.gate.app import Gate
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.receive import receive_bucket
 from rlfleet.gate.staging import Staging
+from rlfleet.serving import BODY_SECONDS, expect_continue, within
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 2**10
 #: Largest manifest; 200,000 tensors with names of 200 characters.
 MAX_MANIFEST_BYTES = 96 * 2**20
+
+#: Seconds for a manifest to arrive: it may be large and come from another zone.
+MANIFEST_SECONDS = 120.0
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -62,9 +66,9 @@ class GateServer:
         router.add_get("/readyz", self.readyz)
         router.add_get("/metrics", self.metrics)
         router.add_get("/v1/status", self.status)
-        router.add_post("/v1/enroll", self.enroll)
-        router.add_post("/v1/fence", self.fence)
-        router.add_post("/v1/operations", self.start_operation)
+        router.add_post("/v1/enroll", self.enroll, expect_handler=expect_continue)
+        router.add_post("/v1/fence", self.fence, expect_handler=expect_continue)
+        router.add_post("/v1/operations", self.start_operation, expect_handler=expect_continue)
         router.add_get("/v1/operations/{id}", self.read_operation)
         router.add_put("/v1/staging/{operation}/manifest", self.put_manifest, expect_handler=self._expect_push)
         router.add_put("/v1/staging/{operation}/buckets/{index}", self.put_bucket, expect_handler=self._expect_push)
@@ -186,15 +190,12 @@ class GateServer:
         except GateError as e:
             self._gate.ctx.metrics.refusals.labels(e.reason.value).inc()
             return _error(e.status, e.body())
-        if request.version >= (1, 1) and request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0
-        return None
+        return await expect_continue(request)
 
     async def put_manifest(self, request: web.Request) -> web.Response:
         """PUT /v1/staging/{operation}/manifest."""
         staging = self._staging(request)
-        raw = await _read(request, MAX_MANIFEST_BYTES)
+        raw = await _read(request, MAX_MANIFEST_BYTES, MANIFEST_SECONDS)
         manifest = await asyncio.to_thread(_parse, Manifest, raw)  # seconds for a large one
         if self._staging(request) is not staging:
             raise GateError(ErrorReason.NOT_STAGED, "the round was prepared anew meanwhile")
@@ -220,11 +221,15 @@ class GateServer:
         return self._gate.admission.authenticate(request.headers.get("Authorization"), *scopes)
 
     async def _body(self, request: web.Request, model: type[M]) -> M:
-        return _parse(model, await _read(request, MAX_BODY_BYTES))
+        return _parse(model, await _read(request, MAX_BODY_BYTES, BODY_SECONDS))
 
 
-async def _read(request: web.Request, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes."""
+async def _read(request: web.Request, limit: int, seconds: float) -> bytes:
+    """The whole body, at most ``limit`` bytes, within ``seconds``."""
+    return await within(seconds, _whole(request, limit), lambda text: GateError(ErrorReason.INVALID, text))
+
+
+async def _whole(request: web.Request, limit: int) -> bytes:
     if request.content_length is not None and request.content_length > limit:
         raise GateError(ErrorReason.TOO_LARGE, f"the body has {request.content_length} bytes, {limit} are allowed")
     chunks: list[bytes] = []

@@ -29,11 +29,11 @@ from rlfleet.sender.metrics import Metrics
 from rlfleet.sender.operations import Operations, Run
 from rlfleet.sender.slots import Hold, Slots
 from rlfleet.sender.threads import in_daemon
+from rlfleet.serving import BODY_SECONDS, Listener, expect_continue, listen, within
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
-_READ_SECONDS = 30.0
 
 B = TypeVar("B", bound=wire.Fenced)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -66,7 +66,7 @@ class Server:
         self._peer_proxy = peer_proxy
         self._operations = Operations(metrics.operation_ended)
         self._order = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Begin to answer on a socket that listens; ``close`` ends it."""
@@ -78,21 +78,19 @@ class Server:
                 web.get("/v1/status", self._get_status),
                 web.get("/v1/manifest/{digest}", self._get_manifest),
                 web.get("/v1/operations/{id}", self._get_operation),
-                web.post("/v1/fence", self._post_fence),
-                web.post("/v1/hold", self._post_hold),
-                web.post("/v1/release", self._post_release),
-                web.post("/v1/operations", self._post_operation),
+                web.post("/v1/fence", self._post_fence, expect_handler=expect_continue),
+                web.post("/v1/hold", self._post_hold, expect_handler=expect_continue),
+                web.post("/v1/release", self._post_release, expect_handler=expect_continue),
+                web.post("/v1/operations", self._post_operation, expect_handler=expect_continue),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handle_signals=False)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        self._listener = await listen(app, at=listener, shutdown_seconds=1.0)
 
     async def close(self) -> None:
         """Stop operations, answer nothing more."""
         await self._operations.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
 
     # ------------------------------------------------------------------------------------------- answers
 
@@ -106,10 +104,8 @@ class Server:
             refusal = Refused(wire.ErrorReason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES} bytes")
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
             refusal = Refused(wire.ErrorReason.NOT_FOUND, "there is no such path, or not with this method")
-        except TimeoutError:
-            refusal = Refused(wire.ErrorReason.INVALID, f"the body did not arrive within {_READ_SECONDS:g} s")
-        except web.HTTPException:
-            raise
+        except web.HTTPException as e:
+            refusal = Refused(wire.ErrorReason.INVALID, f"{request.method} {request.path}: {e.reason}")
         except Exception as e:
             log.exception("%s %s failed", request.method, request.path)
             refusal = Refused(wire.ErrorReason.INTERNAL, f"{type(e).__name__}: see the trainer's log")
@@ -140,8 +136,7 @@ class Server:
     async def _body(self, request: web.Request, model: type[B]) -> B:
         """Authenticate, read and authorize one mutating call."""
         claims = await self._claims(request)
-        async with asyncio.timeout(_READ_SECONDS):
-            raw = await request.read()
+        raw = await within(BODY_SECONDS, request.read(), lambda text: Refused(wire.ErrorReason.INVALID, text))
         try:
             body = model.model_validate_json(raw)
         except ValidationError as e:
