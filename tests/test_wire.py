@@ -31,6 +31,7 @@ GATE_ORDERS: list[dict[str, Any]] = [
     {"kind": "Open"},
     {"kind": "Close"},
     {"kind": "Discard"},
+    {"kind": "Probe", "deadlineSeconds": 20.0},
 ]
 SENDER_ORDERS: list[dict[str, Any]] = [
     {"kind": "Push", "manifestDigest": DIGEST, "targets": [PUSH], "deadlineSeconds": 60},
