@@ -1,0 +1,197 @@
+"""The trainer dies, freezes, is replaced, or is there twice: what serves stays committed, and the next round works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.kit import Fleet, condition, trainer_pod, wait_until
+from e2e.scenarios.test_rounds import serialized_fleet
+from e2e.scenarios.test_transports import FREE, NODE, TRAIN, pinned
+
+pytestmark = pytest.mark.cluster
+
+SYNC = {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 15, "pausedSeconds": 15}}
+
+
+def broadcast_fleet(fleet: Fleet) -> list[dict[str, Any]]:
+    fleet.pipeline(
+        transport={"mode": "Broadcast", "backend": "gloo"},
+        trainer={"gpus": [{"node": NODE, "devices": TRAIN}]},
+        sync=SYNC,
+    )
+    fleet.pool(2, backend="torch", placement=pinned(FREE))
+    fleet.trainer()
+    pods = fleet.ready_engines(2, 240)
+    base = fleet.sync(-1)
+    assert base["status"]["phase"] == "Succeeded", base["status"]
+    return pods
+
+
+def new_trainer(fleet: Fleet) -> None:
+    """Another trainer pod in the place of the old one, whatever became of that."""
+    fleet.cluster.kubectl("delete", "pod", "trainer", f"--namespace={fleet.namespace}", "--wait=true", "--timeout=120s")
+    fleet.trainer()
+
+
+def assert_serves_what_is_committed(fleet: Fleet) -> None:
+    """Every engine that takes requests holds the committed bytes, asked of the engines themselves."""
+    committed = fleet.status("rlpipeline", "p")["committed"]
+    digests = {d["digest"] for d in committed["engineDigests"]}
+    for pod in fleet.engines():
+        if pod["status"].get("phase") != "Running" or "deletionTimestamp" in pod["metadata"]:
+            continue
+        if condition(pod, "Ready") == "True" and not fleet.paused(pod):
+            assert fleet.label(pod) == str(committed["version"]), pod["metadata"]["name"]
+            assert fleet.checksum(pod) in digests, pod["metadata"]["name"]
+
+
+def strike(fleet: Fleet, cluster: LocalCluster, how: str) -> None:
+    if how == "kill":
+        cluster.hollow.crash(fleet.namespace, "trainer", "trainer")
+    else:
+        cluster.hollow.freeze(fleet.namespace, "trainer", "trainer")
+
+
+def interrupted(
+    fleet: Fleet, cluster: LocalCluster, phases: set[str], how: str, fault: dict[str, Any], bulk: int = 0
+) -> dict[str, Any]:
+    """Run version 1 with faults at the engines that stretch a phase, strike in it, and wait for the round's end."""
+    for pod in fleet.engines():
+        for call, rule in fault.items():
+            fleet.fault(pod, call, **rule)
+    fleet.publish(1, **({"bulk": bulk} if bulk else {}))
+    name = fleet.order(1)
+    wait_until(lambda: fleet.phase(name) in phases, f"one of {phases}", every=0.02)
+    strike(fleet, cluster, how)
+    status: dict[str, Any] = fleet.ended(name)["status"]
+    assert_serves_what_is_committed(fleet)
+    return status
+
+
+def recovers(fleet: Fleet, engines: int = 2) -> None:
+    """With a new trainer the next version reaches every engine."""
+    new_trainer(fleet)
+    fleet.ready_engines(engines, 240)
+    done = fleet.sync(2)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    pods = fleet.ready_engines(engines, 240)
+    wait_until(lambda: all(not fleet.paused(p) for p in fleet.ready_engines(engines)), "all engines to serve")
+    assert len({fleet.checksum(p) for p in pods}) == 1
+    assert_serves_what_is_committed(fleet)
+
+
+SLOWLY: dict[str, Any] = {"action": "delay", "seconds": 4, "times": 1}
+#: Where the bytes are staged already, the trainer is not needed any more.
+UNHURT = {
+    "Quiescing": ({"Quiescing"}, {"pause_generation": SLOWLY}),
+    "Transferring": ({"Transferring"}, {"update_weights_from_disk": SLOWLY}),
+    "Committed": ({"Committed"}, {"continue_generation": SLOWLY}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("phase", list(UNHURT))
+def test_once_bytes_are_staged_a_round_does_not_need_its_trainer(
+    fleet: Fleet, cluster: LocalCluster, phase: str, how: str
+) -> None:
+    serialized_fleet(fleet, sync=SYNC)
+    phases, fault = UNHURT[phase]
+    status = interrupted(fleet, cluster, phases, how, fault)
+    assert (status["phase"], status["committed"]) == ("Succeeded", True), status
+    assert [fleet.label(p) for p in fleet.engines()] == ["1", "1"]
+    recovers(fleet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_trainer_that_goes_before_bytes_are_staged_touches_nothing(
+    fleet: Fleet, cluster: LocalCluster, how: str
+) -> None:
+    pods = serialized_fleet(fleet, sync=SYNC)
+    sums = [fleet.checksum(p) for p in pods]
+    status = interrupted(fleet, cluster, {"Planned", "Staging"}, how, {}, bulk=512)
+    assert (status["phase"], status["committed"]) == ("Failed", False), status
+    assert status["failure"]["stage"] in ("Planned", "Staging")
+    assert [fleet.checksum(p) for p in pods] == sums
+    assert not any(fleet.paused(p) for p in pods)
+    recovers(fleet)
+
+
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        ("Transferring", "kill"),
+        pytest.param("Transferring", "freeze", marks=pytest.mark.slow),
+        pytest.param("Quiescing", "kill", marks=pytest.mark.slow),
+        pytest.param("Quiescing", "freeze", marks=pytest.mark.slow),
+    ],
+)
+def test_a_broadcast_whose_trainer_goes_commits_nothing_and_opens_nobody_half_written(
+    fleet: Fleet, cluster: LocalCluster, phase: str, how: str
+) -> None:
+    broadcast_fleet(fleet)
+    # Joining or pausing slowly, the engines give the trainer the time to die in between.
+    call = "pause_generation" if phase == "Quiescing" else "init_weights_update_group"
+    status = interrupted(fleet, cluster, {phase}, how, {call: SLOWLY})
+    assert (status["phase"], status["committed"]) == ("Failed", False), status
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+    recovers(fleet)
+
+
+def test_a_replaced_trainer_cannot_change_what_a_version_means(fleet: Fleet) -> None:
+    pods = serialized_fleet(fleet, sync=SYNC)
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+    before = fleet.status("rlpipeline", "p")["committed"]
+    waiting = fleet.order(7)  # of the first trainer, which never publishes it
+    new_trainer(fleet)
+    # The same version with other bytes, then an older one: neither is taken for what is committed.
+    fleet.publish(1, seed=4711)
+    assert fleet.ended(waiting)["status"]["failure"]["reason"] == "SenderIncarnationGone"
+    other = fleet.ended(fleet.order(1))["status"]
+    assert (other["phase"], other["failure"]["reason"]) == ("Failed", "VersionGoesBackwards")
+    older = fleet.ended(fleet.order(0))["status"]
+    assert (older["phase"], older["failure"]["reason"]) == ("Failed", "VersionGoesBackwards")
+    assert fleet.status("rlpipeline", "p")["committed"] == before
+    assert [fleet.label(p) for p in pods] == ["1", "1"]
+    assert_serves_what_is_committed(fleet)
+    # A newer one is.
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    committed = fleet.status("rlpipeline", "p")["committed"]
+    assert (committed["version"], committed["senderIncarnation"]) == (2, fleet.incarnation)
+    assert_serves_what_is_committed(fleet)
+
+
+def test_two_trainers_that_claim_one_pipeline_stop_both_until_one_is_gone(fleet: Fleet) -> None:
+    serialized_fleet(fleet, sync=SYNC)
+    second = trainer_pod(fleet.namespace, _environment(fleet))
+    second["metadata"]["name"] = "usurper"
+    fleet.cluster.apply(second)
+
+    def ready() -> tuple[str, str]:
+        conditions = fleet.status("rlpipeline", "p")["conditions"]
+        return next((str(c["status"]), str(c["reason"])) for c in conditions if c["type"] == "SenderReady")
+
+    wait_until(lambda: ready() == ("False", "SenderAmbiguous"), "the pipeline to say so")
+    fleet.publish(1)
+    name = fleet.order(1)
+
+    def waits() -> bool:
+        progressing = [c for c in fleet.status("syncround", name).get("conditions") or [] if c["type"] == "Progressing"]
+        return bool(progressing) and progressing[0]["reason"] == "SenderAmbiguous"
+
+    wait_until(waits, "the round to wait for one of them to go")
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+    assert_serves_what_is_committed(fleet)
+    fleet.cluster.kubectl("delete", "pod", "usurper", f"--namespace={fleet.namespace}", "--wait=true", "--timeout=120s")
+    done = fleet.ended(name)["status"]
+    assert (done["phase"], done["committed"]) == ("Succeeded", True), done
+    assert_serves_what_is_committed(fleet)
+
+
+def _environment(fleet: Fleet) -> dict[str, str]:
+    containers = fleet.pod("trainer")["spec"]["containers"]
+    return {e["name"]: e["value"] for e in containers[0]["env"] if "value" in e}
