@@ -98,8 +98,11 @@ def stop(processes: Iterable[Process], *, grace_seconds: float) -> None:
 
 
 def kill(process: Process) -> None:
-    """SIGKILL to the process alone; returns when it is gone."""
-    while process.alive():
+    """SIGKILL to the process alone; returns when it is gone altogether.
+
+    A zombie is not gone: while threads of it are still ending, its sockets are open, and its port is taken.
+    """
+    while (stat := _stat(process.pid)) is not None and stat[1] == process.start_ticks:
         _kill(process.pid, signal.SIGKILL)
         time.sleep(0.01)
         _reap(process.pid)

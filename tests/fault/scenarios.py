@@ -259,7 +259,7 @@ class ScaleUp(Scenario):
         self.wanted = replicas
         self.fleet.cluster.kubectl(
             "patch",
-            "ep",
+            "enginepool",
             "e",
             "-n",
             self.fleet.namespace,

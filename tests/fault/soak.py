@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -33,7 +34,7 @@ from e2e.scenarios.kit import TERMINAL, condition, wait_until
 from e2e.scenarios.test_routing import ROUTER_PORT, router_pod
 from tests.fault.proxy import Fault, FaultProxy, Rule, Watching
 from tests.fault.scenarios import DISK
-from tests.fault.stand import Instance, Stand
+from tests.fault.stand import Stand
 
 #: Seconds of faults between two moments of rest, and the longest that coming to rest may take.
 STORM_SECONDS = 100.0
@@ -56,6 +57,7 @@ class Totals:
     rounds: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     rests: int = 0
+    starts: int = 0
     answers: int = 0
     refusals: int = 0
     samples: int = 0
@@ -91,6 +93,8 @@ class Soak:
         self._rounds_stopped = threading.Event()
         self._end = threading.Event()
         self._behind: list[Callable[[], None]] = []
+        #: Operator processes that a fault keeps down until then; others that ended are started at once.
+        self._down: dict[int, float] = {}
 
     # ------------------------------------------------------------------------------------------ run
 
@@ -99,7 +103,9 @@ class Soak:
         with self.stand:
             self._set_up()
             trainer = threading.Thread(target=self._train, daemon=True)
+            supervisor = threading.Thread(target=self._supervise, daemon=True)
             trainer.start()
+            supervisor.start()
             try:
                 end = self.started + 60 * self.minutes
                 while True:
@@ -110,6 +116,7 @@ class Soak:
                 self._end.set()
                 self._pause.clear()
                 trainer.join(60)
+                supervisor.join(60)
             self._judge()
         return self.totals
 
@@ -131,6 +138,14 @@ class Soak:
         fleet.cluster.apply(router_pod(fleet.namespace))
         wait_until(lambda: condition(fleet.pod("router"), "Ready") == "True", "the router to be Ready", 120)
         self.stand.router_url = f"http://{fleet.pod('router')['status']['podIP']}:{ROUTER_PORT}"
+
+    def _supervise(self) -> None:
+        """Start operators that have ended, as a Deployment does: killed ones, and deposed leaders, which end."""
+        while not self._end.wait(0.5):
+            for number, one in enumerate(self.stand.operators):
+                if not one.running() and time.monotonic() > self._down.get(number, 0.0):
+                    one.restart(wait=False)
+                    self.totals.starts += 1
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
@@ -208,6 +223,7 @@ class Soak:
             except (HollowError, ClusterError, AssertionError, KeyError, OSError) as error:
                 self._say(f"{name}: could not ({str(error)[:120]})")
                 continue
+            self._say(name)
             self.totals.faults[name] += 1
             self._new_violations()
 
@@ -216,23 +232,20 @@ class Soak:
             if text not in self.totals.violations:
                 self._violate(text)
 
-    def _instance(self) -> Instance:
-        return self.random.choice(self.stand.operators)
-
     def _engine(self) -> str:
         return str(self.random.choice(self.stand.fleet.engines())["metadata"]["name"])
 
     def _kill_operator(self) -> None:
-        one = self._instance()
-        one.kill()
-        time.sleep(self.random.uniform(0, 4))
-        one.restart()
+        number = self.random.randrange(len(self.stand.operators))
+        self._down[number] = time.monotonic() + self.random.uniform(0, 4)
+        self.stand.operators[number].kill()
 
     def _freeze_operator(self) -> None:
-        one = self._instance()
-        one.freeze()
-        time.sleep(self.random.choice([1, 3, 20]))
-        one.thaw()
+        one = self.random.choice(self.stand.operators)
+        if one.running():
+            one.freeze()
+            time.sleep(self.random.choice([1, 3, 20]))
+            one.thaw()
 
     def _crash(self, container: str) -> None:
         self.cluster.hollow.crash(self.stand.namespace, self._engine(), container)
@@ -308,8 +321,11 @@ class Soak:
 
     def _scale(self) -> None:
         self.size = self.random.choice([n for n in SIZES if n != self.size])
+        self._resize()
+
+    def _resize(self) -> None:
         self.cluster.kubectl(
-            "patch", "ep", "e", "-n", self.stand.namespace, "--type=merge",
+            "patch", "enginepool", "e", "-n", self.stand.namespace, "--type=merge",
             "-p", json.dumps({"spec": {"replicas": self.size}}),
         )  # fmt: skip
 
@@ -324,6 +340,7 @@ class Soak:
         self._end_faults()
         began = time.monotonic()
         self._pause.set()
+        self._say("faults stop")
         if not self._rounds_stopped.wait(CALM_SECONDS):
             self._violate(f"liveness: a round is not over {CALM_SECONDS:g} s after the faults stopped")
             return False
@@ -350,9 +367,8 @@ class Soak:
             proxy.rules = []
             proxy.outage(False)
             proxy.set_watching(Watching.PASS, "pods", "syncrounds", "rlpipelines", "enginepools")
-        for one in stand.operators:
-            if not one.running():
-                one.restart()
+        self._down.clear()
+        self._resize()  # an earlier try may have met a dead apiserver
 
     def _calm(self) -> bool:
         """Rounds until every engine has the newest version and takes requests; then true."""
@@ -386,7 +402,7 @@ class Soak:
     def _measure(self) -> None:
         at = int(time.monotonic() - self.started)
         for number, one in enumerate(self.stand.operators):
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, AssertionError):
                 mib = psutil.Process(one.pid).memory_info().rss / 2**20
                 self.totals.memory.setdefault(f"{number}/{one.pid}", []).append((at, round(mib, 1)))
         kinds = ("rlpipelines", "enginepools", "syncrounds")
@@ -419,7 +435,8 @@ def report(totals: Totals) -> str:
             f"soak of {totals.minutes} minutes, seed {totals.seed}",
             f"rounds     {sum(totals.rounds.values())}: {dict(totals.rounds)}",
             f"faults     {sum(totals.faults.values())}: {dict(sorted(totals.faults.items()))}",
-            f"rests      {totals.rests}, objects of ours {totals.objects[:1]} to {totals.objects[-1:]}",
+            f"rests      {totals.rests}, {totals.starts} starts of operators",
+            f"objects    of ours at rest: {totals.objects[:1]} to {totals.objects[-1:]}",
             f"users      {totals.answers} answers, {totals.refusals} refused or failed",
             f"checks     {totals.checks} of revisions, calls and samples; {totals.samples} samples of engines",
             f"memory     operator that rested most often: {longest[:1]} to {longest[-1:]} (seconds, MiB)",
@@ -438,6 +455,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--report", type=Path, default=None, help="write the totals as JSON to this file, too")
     arguments = parser.parse_args()
+    # An end from outside cleans up as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"soak: {arguments.minutes:g} minutes, seed {seed} (SEED={seed} asks for the same faults)", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="rlfleet-soak-"))

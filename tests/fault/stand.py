@@ -26,6 +26,8 @@ from tests.fault.probe import Prober
 from tests.fault.proxy import FaultProxy
 
 DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
+#: Short, so that a takeover costs little; long enough for a busy machine.
+LEASE = {"RLFLEET_LEASE_SECONDS": "8", "RLFLEET_LEASE_RENEW_SECONDS": "5", "RLFLEET_LEASE_RETRY_SECONDS": "1"}
 #: No write for so long, with polls each second, is quiescence.
 QUIET_SECONDS = 1.5
 
@@ -66,13 +68,13 @@ class Instance:
         if self.proxy is not None:
             self.proxy.thaw()
 
-    def restart(self) -> None:
+    def restart(self, *, wait: bool = True) -> None:
         """A new process, without a fault."""
         if self.proxy is not None:
             self.proxy.rules = []
         self.operator.kill()
         self.restarts += 1
-        self.operator.start()
+        self.operator.start(wait=wait)
 
 
 @dataclass
@@ -164,8 +166,10 @@ class Stand:
             "RLFLEET_KUBECONFIG": str(proxy.kubeconfig),
             "RLFLEET_PEER_PROXY": proxy.peer_url,
             "RLFLEET_WATCH_NAMESPACES": self.namespace,
+            "RLFLEET_IDENTITY": proxy.name,
             # One instance that is killed shall not wait for its own lease.
             "RLFLEET_LEADER_ELECT": "true" if self.instances > 1 else "false",
+            **(LEASE if self.instances > 1 else {}),
             **self.operator_env,
         }
         return made
