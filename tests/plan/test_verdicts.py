@@ -22,6 +22,7 @@ from rlfleet.plan.verdicts import (
     agree,
     conclude,
     enter,
+    reopening,
     replaceable,
     to_replace,
     unfenced,
@@ -256,3 +257,35 @@ def test_only_our_own_pods_on_their_feet_are_replaced_and_only_with_replace() ->
     names = {"theirs", "leaving", "gone", "adopted"}
     assert replaceable(engines, names, on_failure="Replace") == ("theirs",)
     assert replaceable(engines, names, on_failure="Hold") == ()
+
+
+def test_after_a_takeover_a_lone_checksum_waits_for_those_that_have_loaded_nothing() -> None:
+    lone = [Evidence("a", "L", "E", None)]
+
+    def judge(others: dict[str, int]) -> Agreement:
+        return agree(lone, committed=None, manifest_digest=DIGEST_A, verify="IfSupported", others=others)
+
+    # An engine that said "success" and loaded garbage would else be what all the others are measured by.
+    assert judge({"L": 2}).agreed == ()
+    assert "nothing confirms" in judge({"L": 2}).rejected["a"]
+    assert judge({"other layout": 2}).agreed == ("a",)
+    both = [*lone, Evidence("b", "L", "E", None)]
+    assert agree(both, committed=None, manifest_digest=DIGEST_A, verify="IfSupported", others={"L": 1}).agreed == (
+        "a",
+        "b",
+    )
+
+
+def test_reopening_names_who_is_missing() -> None:
+    verdicts = {
+        "a": Verdict.WHOLE,
+        "b": Verdict.UNKNOWN,
+        "c": Verdict.POISONED,
+        "d": Verdict.LOST,
+        "e": Verdict.DROPPED,
+    }
+    fleet = {n: engine(n, gate(routed={"r": True})) for n in (*verdicts, "f")}
+    doors = reopening(verdicts, fleet)
+    assert doors.resume == ("a",)
+    assert doors.close == ("c", "f")
+    assert doors.missing == ("b", "c")

@@ -166,5 +166,8 @@ def has_changed(before: str | None, after: str | None, *, proven: str | None, ma
 
 
 def quiet_enough(*, pending: bool, quiet_seconds: float, needed_seconds: float) -> bool:
-    """A Close may end: no addition can still reach a router, or the lists stayed empty for as long as one may take."""
+    """No addition can still reach a router, or the lists stayed empty for as long as one may take.
+
+    Until then neither a Close nor the start-up promise is fulfilled.
+    """
     return not pending or quiet_seconds > needed_seconds

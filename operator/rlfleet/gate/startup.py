@@ -21,6 +21,7 @@ import time
 from rlfleet.api.wire import EnrollRequest, ErrorBody, ErrorReason
 from rlfleet.calls import CallError
 from rlfleet.gate.links import Routers
+from rlfleet.gate.rules import quiet_enough
 from rlfleet.gate.store import Store
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class StartupPromise:
                 since = before
             if since is not None:
                 quiet = time.monotonic() - since
-                if quiet > self._quiet:
+                if quiet_enough(pending=True, quiet_seconds=quiet, needed_seconds=self._quiet):
                     return True
                 self.problem = ErrorBody(
                     reason=ErrorReason.NOT_PROVEN,

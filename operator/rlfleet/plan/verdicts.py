@@ -92,6 +92,7 @@ def agree(
     manifest_digest: str,
     verify: str,
     agreed_on: Mapping[str, str] | None = None,
+    others: Mapping[str, int] | None = None,
 ) -> Agreement:
     """Compare the engines' own checksums within each layout.
 
@@ -99,7 +100,9 @@ def agree(
     the committed engine digest decides (if the manifest digest is the committed one), else a strict majority of at
     least three, else none is whole. ``verify`` Off: delivered is enough. A lone member, or one without a usable
     checksum, is "delivered, unconfirmed" and listed so; ``verify`` Required rejects it. ``agreed_on``: digests per
-    layout that other members of the round have been found to have already.
+    layout that other members of the round have been found to have already. ``others``: members per layout that have
+    loaded nothing yet; while there are any, a lone checksum waits for them. Accepted now it would be what they are
+    measured by, and an engine that loaded garbage and said "success" before its operator died would outvote them all.
     """
     if verify == "Off":
         return Agreement(tuple(e.engine for e in evidence), {}, {}, tuple(e.engine for e in evidence))
@@ -126,6 +129,9 @@ def agree(
             winner = known
         elif len(counts) > 1 and (len(members) < 3 or votes * 2 <= len(members)):
             winner = None
+        elif len(members) == 1 and (others or {}).get(layout):
+            rejected[members[0].engine] = "nothing confirms its checksum yet: others of its layout have loaded nothing"
+            continue
         for e in members:
             if winner is not None and e.digest == winner:
                 agreed.append(e.engine)
@@ -254,6 +260,8 @@ class Reopening:
 
     resume: tuple[str, ...]
     close: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Members that live and are not whole now: more than ``maxUnavailable`` of them are no success."""
 
 
 def routed(engine: Engine) -> bool:
@@ -266,7 +274,8 @@ def reopening(verdicts: Mapping[str, Verdict], engines: Mapping[str, Engine]) ->
     resume = tuple(name for name, v in verdicts.items() if v is Verdict.WHOLE)
     close = [name for name, v in verdicts.items() if v in (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)]
     close += [name for name, e in engines.items() if name not in verdicts and routed(e) and not e.gone]
-    return Reopening(resume, tuple(close))
+    missing = tuple(n for n, v in verdicts.items() if v not in (Verdict.WHOLE, Verdict.LOST, Verdict.DROPPED))
+    return Reopening(resume, tuple(close), missing)
 
 
 @dataclass(frozen=True, slots=True)

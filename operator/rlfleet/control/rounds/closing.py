@@ -194,6 +194,10 @@ class Closing(Ending):
         )
         self.note_paused()
         bad = {n: why(r) for n, r in resumed.items() if not ok(r)}
+        if len(doors.missing) > self.limit(transfer):
+            # They were whole at the commit, or it would not have been made; a takeover since then lost sight of them.
+            silent = Reason.GATES_UNREACHABLE, "its gate does not answer, so it was not reopened"
+            bad |= {n: transfer.trouble.by_engine.get(n, silent) for n in doors.missing}
         await self.fleet.poll(whole)
         if self.ledger.spec["sync"].get("probeGeneration"):
             wrong, unsure = await self._probe(transfer, [n for n in whole if n not in bad], deadline)
@@ -202,9 +206,9 @@ class Closing(Ending):
         closed = [
             n
             for n in whole
+            # No answer now does not mean that a router lists it.
             if n not in bad
-            and (status := self.fleet.engines[n].status) is not None
-            and any(v is not True for v in status.routed.values())
+            and ((s := self.fleet.engines[n].status) is None or any(v is not True for v in s.routed.values()))
         ]
         opened, shut = await asyncio.gather(
             self.fleet.run(self.run.caller, "Open", dict.fromkeys(closed, wire.OpenOrder()), deadline=deadline),

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -329,12 +330,17 @@ class Transfer:
                         changed=record.result.get("changed"),
                     )
                 )
+        judged = self.verdicts()
+        # After a takeover others may never have been asked to load; in the first pass all have been.
+        waiting = [m for m in self.plan.members if again and judged[m.engine] is Verdict.UNTOUCHED and self.staged(m)]
+        untouched = Counter(self._layout(m.engine) for m in waiting)
         agreement = agree(
             evidence,
             committed=committed,
             manifest_digest=self.target.manifest_digest,
             verify=how,
             agreed_on=known,
+            others=untouched,
         )
         for engine, message in agreement.rejected.items():
             self.trouble.note(engine, Reason.VERIFY_FAILED, message)
