@@ -322,6 +322,18 @@ class Fleet:
         """The engine does not take requests up now (its /ready says so)."""
         return http("GET", engine_url(pod) + "/ready")[0] == 503
 
+    def serving(self, pod: dict[str, Any], version: int, seconds: float = 180.0) -> None:
+        """Wait until the engine is open with this version; with which others it was open until then is refused."""
+
+        def look() -> bool:
+            # In this order: labels only move on, so what is read last was not yet there when the engine was open.
+            if self.paused(pod):
+                return False
+            assert self.label(pod) == str(version), f"{pod['metadata']['name']} is open with {self.label(pod)}"
+            return True
+
+        wait_until(look, f"{pod['metadata']['name']} to serve version {version}", seconds)
+
     def fault(self, pod: dict[str, Any], call: str, **how: Any) -> None:
         """Script one fault of an engine."""
         code, answer = http("POST", engine_url(pod) + "/_sim/faults", {call: how})

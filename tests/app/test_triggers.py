@@ -98,15 +98,15 @@ def test_metrics_of_a_pool_go_with_it() -> None:
 def test_metrics_count_what_happens() -> None:
     metrics = OperatorMetrics()
     metrics.round_finished("Succeeded")
-    metrics.round_phase("Staging", 0.2)
+    metrics.round_phase("Staging", 0.2, "CatchUp")
     metrics.reconciled("Pool", "Retry", 0.1)
     metrics.api_call("get", "pods", 200, 0.01)
     metrics.api_call("create", "pods", 0, 0.01)
     metrics.queue_state(2, 1, 0.5)
     text = metrics.render().decode()
     for line in (
-        'rlfleet_rounds_total{outcome="Succeeded"} 1.0',
-        'rlfleet_round_phase_seconds_count{phase="Staging"} 1.0',
+        'rlfleet_rounds_total{kind="Refresh",outcome="Succeeded"} 1.0',
+        'rlfleet_round_phase_seconds_count{kind="CatchUp",phase="Staging"} 1.0',
         'rlfleet_queue_retries_total{kind="Pool"} 1.0',
         'rlfleet_api_calls_total{code="200",resource="pods",verb="get"} 1.0',
         'rlfleet_api_calls_total{code="0",resource="pods",verb="create"} 1.0',

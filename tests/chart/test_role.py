@@ -18,6 +18,7 @@ ALLOWED = [
     *((verb, f"{kind}.rlfleet.dev/status", "x") for kind in ("rlpipelines", "enginepools", "syncrounds") for verb in
       ("patch", "update")),
     *(("update", f"{kind}.rlfleet.dev/finalizers", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
+    ("create", "syncrounds.rlfleet.dev", "x"),
     ("delete", "syncrounds.rlfleet.dev", "x"),
     ("create", "events", "x"),
     ("patch", "events.events.k8s.io", "x"),
@@ -34,7 +35,6 @@ REFUSED = [
     ("update", "pods", "x"),
     ("deletecollection", "pods", "x"),
     ("create", "pods/exec", "x"),
-    ("create", "syncrounds.rlfleet.dev", "x"),
     ("delete", "enginepools.rlfleet.dev", "x"),
     ("delete", "rlpipelines.rlfleet.dev", "x"),
     ("get", "secrets", "x"),

@@ -92,7 +92,7 @@ def test_missing_pods_count_as_pending_and_pipeline_not_found_is_said() -> None:
 
 def test_engines_that_wait_for_a_round_say_so() -> None:
     waiting = row(0, holds=None, routed={"r": False})
-    assert condition(status(waiting), "Ready") == ("False", "AwaitingRound")
+    assert condition(status(waiting), "Ready") == ("False", "CatchUpPending")
     assert "failure" not in status(waiting)["engines"][0]
 
 

@@ -18,10 +18,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines, enginepools, syncrounds]
   verbs: [get, list, watch, patch, update]
-# Old rounds are removed by the history limit. Rounds are created by trainers.
+# Refreshes are created by trainers, CatchUps by the operator. Old rounds are removed by the history limit.
 - apiGroups: [rlfleet.dev]
   resources: [syncrounds]
-  verbs: [delete]
+  verbs: [create, delete]
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines/status, enginepools/status, syncrounds/status]
   verbs: [patch, update]

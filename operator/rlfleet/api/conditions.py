@@ -190,7 +190,16 @@ class Reason(_Documented):
     ALL_ENGINES_ACTIVE = "AllEnginesActive", "every engine is active"
     ENGINES_NOT_ACTIVE = "EnginesNotActive", "some engines are not active; counts say in which state they are"
     NO_ENGINES = "NoEngines", "there are no engines; legal, for instance with replicas 0"
-    AWAITING_ROUND = "AwaitingRound", "engines are up and stay closed until a round brings them the committed version"
+    AWAITING_ROUND = (
+        "AwaitingRound",
+        "engines are closed and the sender can not give them the committed version: the next Refresh takes them along",
+    )
+    CATCH_UP_PENDING = "CatchUpPending", "engines are up and closed until a CatchUp brings them the committed version"
+    CATCH_UP_EXHAUSTED = (
+        "CatchUpExhausted",
+        "an engine's catch-up attempts are spent; delete its pod, or let the next Refresh take it along",
+    )
+    CATCH_UP_FAILED = "CatchUpFailed", "a CatchUp left engines closed; it is tried again after a while"
     NOTHING_COMMITTED = "NothingCommitted", "no version is committed yet; the first round opens the engines"
     VERSIONS_AGREE = "VersionsAgree", "all open engines hold the committed version"
     VERSIONS_DIFFER = "VersionsDiffer", "open engines hold different versions"

@@ -139,6 +139,7 @@ KINDS: tuple[Kind, ...] = (
         name_reason="it is shown as the operation of pipelines and gates",
         columns=(
             Column("Pipeline", ".spec.pipeline"),
+            Column("Kind", ".spec.kind"),
             Column("Version", ".spec.version", "integer"),
             Column("Phase", ".status.phase"),
             Column("Serialized", ".status.plan.serialized", "integer"),

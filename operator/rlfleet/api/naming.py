@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 
 MAX_NAME = 63
 #: Longest EnginePool name: a pod name appends "-<index up to 4 digits>-<5 hex digits>".
@@ -36,6 +37,25 @@ def round_name(pipeline_name: str, pipeline_uid: str, sender_incarnation: str, v
     digits = _digest(pipeline_uid, sender_incarnation, str(version), str(attempt))[:10]
     word = "base" if version < 0 else str(version)
     return _label(pipeline_name, f"-v{word}-{digits}")
+
+
+def catch_up_name(
+    pipeline_name: str,
+    pipeline_uid: str,
+    manifest_digest: str,
+    incarnations: Iterable[str],
+    version: int,
+    attempt: int,
+) -> str:
+    """Name of a CatchUp: ``<pipeline>-c<version>-<10 hex digits>``; the base version -1 reads ``cbase``.
+
+    The digits hash (pipeline UID, kind, digest, incarnations of the members, attempt), so a lost create answer finds
+    its own round again.
+    """
+    members = ",".join(sorted(incarnations))
+    digits = _digest(pipeline_uid, "CatchUp", manifest_digest, members, str(attempt))[:10]
+    word = "base" if version < 0 else str(version)
+    return _label(pipeline_name, f"-c{word}-{digits}")
 
 
 def pod_name(pool: str, index: int, salt: str) -> str:

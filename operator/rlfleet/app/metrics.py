@@ -27,7 +27,7 @@ class OperatorMetrics:
         r = self.registry
         info = Gauge("rlfleet_build_info", "The operator's version.", ["version"], registry=r)
         info.labels(__version__).set(1)
-        self._rounds = Counter("rlfleet_rounds", "Rounds that ended, by outcome.", ["outcome"], registry=r)
+        self._rounds = Counter("rlfleet_rounds", "Rounds that ended, by outcome.", ["outcome", "kind"], registry=r)
         self._refusals = Counter(
             "rlfleet_round_refusals",
             "Refused tries to claim, advance or settle a round, by reason.",
@@ -39,7 +39,7 @@ class OperatorMetrics:
         self._phases = Histogram(
             "rlfleet_round_phase_seconds",
             "Time of each phase of a round.",
-            ["phase"],
+            ["phase", "kind"],
             buckets=_PHASE_BUCKETS,
             registry=r,
         )
@@ -87,17 +87,17 @@ class OperatorMetrics:
 
     # control.context.Metrics
 
-    def round_finished(self, outcome: str) -> None:
-        """A round ended."""
-        self._rounds.labels(outcome).inc()
+    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
+        """A round of this kind ended."""
+        self._rounds.labels(outcome, kind).inc()
 
     def round_refused(self, reason: str) -> None:
         """A try to move a round was refused."""
         self._refusals.labels(reason).inc()
 
-    def round_phase(self, phase: str, seconds: float) -> None:
-        """A phase of a round took this long."""
-        self._phases.labels(phase).observe(seconds)
+    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
+        """A phase of a round of this kind took this long."""
+        self._phases.labels(phase, kind).observe(seconds)
 
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
         """Engines of a pool by state; no counts: the pool is gone."""

@@ -50,14 +50,14 @@ class SystemClock:
 class Metrics(Protocol):
     """What reconcilers report; implemented with Prometheus in app/metrics.py. Labels come from closed lists."""
 
-    def round_finished(self, outcome: str) -> None:
-        """A SyncRound reached a terminal phase (its ``phase`` or ``outcome`` word)."""
+    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
+        """A SyncRound of this kind reached a terminal phase (its ``phase`` or ``outcome`` word)."""
 
     def round_refused(self, reason: str) -> None:
         """A try to move a round was refused (plan.attempts)."""
 
-    def round_phase(self, phase: str, seconds: float) -> None:
-        """A phase of a round took this long."""
+    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
+        """A phase of a round of this kind took this long."""
 
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
         """How many engines of a pool are in each state; empty counts: the pool is gone."""
@@ -72,13 +72,13 @@ class Metrics(Protocol):
 class NoMetrics:
     """Reports nowhere."""
 
-    def round_finished(self, outcome: str) -> None:
+    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
         """See Metrics."""
 
     def round_refused(self, reason: str) -> None:
         """See Metrics."""
 
-    def round_phase(self, phase: str, seconds: float) -> None:
+    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
         """See Metrics."""
 
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:

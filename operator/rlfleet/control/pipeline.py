@@ -20,6 +20,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.control import catchup
 from rlfleet.control.deletion import bury, end_pipeline
 from rlfleet.control.identity import (
     finish,
@@ -31,6 +32,7 @@ from rlfleet.control.identity import (
     take_over,
 )
 from rlfleet.control.queue import After, Done, Result, Retry
+from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
 from rlfleet.control.rounds.ledger import (
@@ -49,6 +51,7 @@ from rlfleet.control.rounds.transfer import plan_of
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.identity import poisoned_gates, strays, unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
@@ -149,8 +152,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     elif active:
         open_rounds.pop(active["uid"], None)
     live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving and e.name not in replaced]
+    refs = [ref_of(r) for r in open_rounds.values()]
     todo = triage(
-        [ref_of(r) for r in open_rounds.values()],
+        [r for r in refs if r.kind == "Refresh"],
         committed=committed_of(pipeline),
         sender=None if blocked else sender.status,
         sender_problem=blocked or sender.problem,
@@ -159,7 +163,10 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         joinable=sum(can_join(e) for e in live),
         expected=max(expected, len(live)),
     )
-    for end in todo.settle:
+    ends, behind = triage_catch_ups(
+        [r for r in refs if r.kind == "CatchUp"], refresh=todo.run, committed=ledger.committed, sender=sender.status
+    )
+    for end in (*todo.settle, *ends):
         ledger.round = open_rounds[end.round.uid]
         await ledger.write_round(
             settled(
@@ -175,7 +182,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
             what=end.outcome,
         )
         await ledger.set_finalizer(False)
-        ctx.metrics.round_finished(end.outcome)
+        ctx.metrics.round_finished(end.outcome, end.round.kind)
     if todo.run is not None:
         ledger.round = open_rounds[todo.run.uid]
         await _execute(ctx, ledger, sender, view)
@@ -185,11 +192,22 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     if todo.waiting is not None and todo.why is not None:
         ledger.round = open_rounds[todo.waiting.uid]
         await _say_waiting(ctx, ledger, todo.waiting, todo.why)
+    plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items)
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
-    await view.write_if_changed(todo.why, trouble=blocked or _trouble(ctx, view, pipeline, rounds))
-
+    view.trouble = blocked or _trouble(ctx, view, pipeline, rounds) or plan.trouble
+    view.awaiting = plan.awaiting
+    if behind is not None and blocked is None:
+        ledger.round = open_rounds[behind.uid]
+        await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
+    await view.write_if_changed(todo.why)
     if todo.waiting is None and blocked is None:
-        await _replace_poisoned(ctx, ledger, view)
+        await _replace_closed(ctx, ledger, view, plan.replace)
+        if plan.open:
+            ledger.round = await catchup.open_round(ledger, sender, plan.open, rounds)
+            if ledger.round is not None:
+                await _execute(ctx, ledger, sender, view)
+            return After(0.0, Priority.ROUND)
 
     # 6. history
     for r in rounds:
@@ -197,10 +215,15 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
             # Its operator died after it freed the slot: nobody else would ever let the object go.
             ledger.round = r
             await ledger.set_finalizer(False)
-    await _trim(ctx, ledger, [r for r in rounds if is_terminal(r)])
+    for kind in ("Refresh", "CatchUp"):
+        # Each for itself: engines that come and go must not push out what is known of the trainer's rounds.
+        await _trim(ctx, ledger, [r for r in rounds if is_terminal(r) and catchup.kind_of(r) == kind])
     if todo.waiting is not None:
         return After(WAIT_SECONDS, Priority.ROUND)
-    return After(ctx.settings.poll_seconds)
+    again = ctx.settings.poll_seconds
+    if plan.again_ms is not None:
+        again = min(again, max(0.1, (plan.again_ms - ctx.now_ms()) / 1000))
+    return After(again)
 
 
 def _belongs(r: Obj, pipeline: Obj) -> bool:
@@ -211,7 +234,8 @@ def _belongs(r: Obj, pipeline: Obj) -> bool:
 
 
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
-    run = Executor(ctx, ledger, sender)
+    assert ledger.round is not None
+    run = CatchUp(ctx, ledger, sender) if catchup.kind_of(ledger.round) == "CatchUp" else Executor(ctx, ledger, sender)
     run.pipeline_status = view.bind(run.fleet)
     await run.execute(view.sender_status())
 
@@ -252,11 +276,13 @@ def _trouble(ctx: Context, view: PipelineView, pipeline: Obj, rounds: list[Obj])
     return _last_trouble(pipeline, rounds)
 
 
-async def _replace_poisoned(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
-    """Between rounds, delete pods that a round poisoned; their pool makes new ones (closed until the next round)."""
-    names = to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"])
+async def _replace_closed(ctx: Context, ledger: Ledger, view: PipelineView, names: tuple[str, ...]) -> None:
+    """Between rounds, delete pods that no CatchUp heals; their pool makes new ones, which are caught up in turn."""
+    poisoned = to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"])
     why = "a load began and nothing proves what its engine holds"
-    await _replace(ctx, ledger, view, names, Reason.POISONED, why)
+    await _replace(ctx, ledger, view, (n for n in names if n in poisoned), Reason.POISONED, why)
+    why = "its catch-up attempts are spent"
+    await _replace(ctx, ledger, view, (n for n in names if n not in poisoned), Reason.CATCH_UP_EXHAUSTED, why)
 
 
 async def _replace_strangers(ctx: Context, ledger: Ledger, view: PipelineView, others: Iterable[str]) -> frozenset[str]:
@@ -296,14 +322,14 @@ async def _replace(
 
 
 async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:
-    """Delete the oldest ended rounds beyond ``historyLimit``; the last one stays, it is the evidence."""
-    limit = int(ledger.spec.get("historyLimit") or 0)
+    """Delete the oldest ended rounds of one kind beyond ``historyLimit``; the last one stays, it is the evidence."""
+    keep = max(1, int(ledger.spec.get("historyLimit") or 0))
     last = ledger.status.get("lastRound")
     ended = sorted(
-        (r for r in ended if r["metadata"]["name"] != last and "deletionTimestamp" not in r["metadata"]),
-        key=lambda r: (r["metadata"]["creationTimestamp"], r["metadata"]["name"]),
+        (r for r in ended if "deletionTimestamp" not in r["metadata"]),
+        key=lambda r: (r["metadata"]["name"] == last, r["metadata"]["creationTimestamp"], r["metadata"]["name"]),
     )
-    for r in ended[: max(0, len(ended) + 1 - max(1, limit))]:
+    for r in ended[: max(0, len(ended) - keep)]:
         try:
             await ledger.kube.delete(
                 SYNCROUNDS, ledger.namespace, r["metadata"]["name"], uid=r["metadata"]["uid"], timeout=API_SECONDS
@@ -349,6 +375,10 @@ class PipelineView:
         self.sender = sender
         self.expected = expected
         self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+        #: What a person should see whatever a round that ends has to say; None: nothing.
+        self.trouble: tuple[Reason, str] | None = None
+        #: Why closed engines wait for a Refresh; empty: they do not.
+        self.awaiting = ""
 
     def bind(self, fleet: Fleet) -> PipelineView:
         """Look at the fleet that an executor observes."""
@@ -409,14 +439,17 @@ class PipelineView:
                 sender=self.sender.status,
                 sender_problem=self.sender.problem,
                 working=working,
-                trouble=trouble,
+                trouble=trouble or self.trouble,
+                awaiting=self.awaiting,
                 topology=self._topology(),
                 generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),
                 now=rfc3339(self.ctx.now_ms()),
             ),
         }
 
-    async def write_if_changed(self, working: tuple[Reason, str] | None, *, trouble: tuple[Reason, str] | None) -> None:
+    async def write_if_changed(
+        self, working: tuple[Reason, str] | None, *, trouble: tuple[Reason, str] | None = None
+    ) -> None:
         """Write status when it says something new. Nothing is claimed here, so the fence stays as it is."""
         wanted = self(trouble=trouble, working=working)
         have = self.ledger.status

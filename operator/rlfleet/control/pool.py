@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import Reason
+from rlfleet.api.conditions import PipelineCondition, Reason, find_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.control import pool_gates, pool_pods, routers
@@ -23,14 +23,16 @@ from rlfleet.control.context import Context
 from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
+from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.fleet import is_owned
 from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import template
+from rlfleet.plan.allowance import ALLOWANCE
 from rlfleet.plan.deletion import is_deleting
-from rlfleet.plan.lifecycle import PodFact, derive, pod_fact
+from rlfleet.plan.lifecycle import Closed, PodFact, derive, pod_fact
 from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
 from rlfleet.plan.pool_status import Observed, Problem, Row, build_status
 from rlfleet.plan.rounds import Committed
@@ -48,6 +50,17 @@ def committed_of(pipeline: Mapping[str, Any] | None) -> Committed | None:
     """``RLPipeline.status.committed`` for planning."""
     raw = ((pipeline or {}).get("status") or {}).get("committed")
     return Committed(int(raw["version"]), str(raw["manifestDigest"])) if raw else None
+
+
+def _closed(pool: Mapping[str, Any], pipeline: Mapping[str, Any] | None) -> Closed:
+    """What the pipeline says of closed engines, and whose catch-up attempts are spent."""
+    ready = find_condition(((pipeline or {}).get("status") or {}).get("conditions") or [], PipelineCondition.READY)
+    awaiting = ready is not None and ready.get("reason") == Reason.AWAITING_ROUND.value
+    counts = counts_of([pool])
+    return Closed(
+        awaiting=str((ready or {}).get("message") or "") if awaiting else "",
+        exhausted={(c.engine, c.incarnation): c.reason for c in counts if c.attempts >= ALLOWANCE},
+    )
 
 
 def _reason(word: str) -> Reason:
@@ -230,6 +243,7 @@ class PoolReconciler:
     ) -> list[Row]:
         """One row per index, and one per engine that is on its way out."""
         committed = committed_of(pipeline)
+        closed = _closed(pool, pipeline)
         rows = []
         for index, pods in by_index(facts).items():
             plays = best(pods)
@@ -245,6 +259,7 @@ class PoolReconciler:
                     routers=found.names,
                     draining=pod.uid in plan.draining,
                     previous=memory.states.get(pod.uid),
+                    closed=closed,
                 )
                 memory.note_state(pod, derived.state)
                 outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index)
@@ -287,7 +302,8 @@ class PoolReconciler:
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))
         counts = new["counts"]
         ctx.metrics.engines(meta["namespace"], meta["name"], counts)
-        changes = {k: new.get(k) for k in {*old, *new} if old.get(k) != new.get(k)}
+        # catchUp is written by rounds (control/rounds/counting.py): what is not ours is neither compared nor deleted.
+        changes = {k: new.get(k) for k in {*old, *new} - {"catchUp"} if old.get(k) != new.get(k)}
         wait = self._next(plan, rows, memory, out, pipeline)
         if not changes:
             return After(wait)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
 from rlfleet.plan.quiesce import refuse_mode
-from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, unavailable_limit
+from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, layout_of, unavailable_limit
 from rlfleet.plan.topology import Device
 from rlfleet.plan.transport import Refusal, choose
 
@@ -46,6 +46,38 @@ def freeze(
             f"{len(silent)} of {len(live)} gates do not answer or refuse ({names}), more than maxUnavailable allows "
             f"({limit}); a partition is not an empty fleet: mend the network or delete these pods",
         )
+    plan = assign(
+        ready,
+        mode=mode,
+        assert_mixed=assert_mixed,
+        backend=backend,
+        train=train,
+        sender=sender,
+        total_bytes=total_bytes,
+        verify=verify,
+    )
+    if isinstance(plan, Refusal):
+        return plan
+    return RoundPlan(plan.members, plan.world_size, tuple(sorted(e.name for e in silent)))
+
+
+def assign(
+    ready: Sequence[Engine],
+    *,
+    mode: str,
+    assert_mixed: bool,
+    backend: str,
+    train: frozenset[Device] | None,
+    sender: SenderStatus,
+    total_bytes: int,
+    verify: str,
+    confirmed: frozenset[str] = frozenset(),
+) -> RoundPlan | Refusal:
+    """Transports and ranks of engines that can take part, or why they can not, whichever kind of round asks.
+
+    ``confirmed``: layouts whose engine digest is committed for these bytes already, so that one engine is enough to
+    compare.
+    """
     for e in ready:
         assert e.status is not None
         if e.status.protocol_version < PROTOCOL_VERSION:
@@ -73,10 +105,10 @@ def freeze(
         if refusal is not None:
             return refusal
     if verify == "Required":
-        lone = _lone(ready)
+        lone = _lone([e for e in ready if layout_of(e) not in confirmed])
         if lone is not None:
             return lone
-    plan = RoundPlan(tuple(members), offset, tuple(sorted(e.name for e in silent)))
+    plan = RoundPlan(tuple(members), offset)
     needed = {"Serialized"} if plan.of(Transport.SERIALIZED) else set()
     if plan.of(Transport.BROADCAST):
         needed.add(f"Broadcast/{backend}")
@@ -95,8 +127,7 @@ def _lone(ready: Sequence[Engine]) -> Refusal | None:
     """``verify: Required`` needs a second engine of the same layout whose checksum can agree."""
     layouts: dict[str, list[str]] = {}
     for e in ready:
-        assert e.status is not None
-        layouts.setdefault(e.status.engine.layout or "unknown", []).append(e.name)
+        layouts.setdefault(layout_of(e), []).append(e.name)
     for names in layouts.values():
         if len(names) == 1:
             return Refusal(

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rlfleet.api import labels
@@ -77,6 +77,30 @@ class Derived:
         return f"{self.reason.value}: {self.message}" if self.reason and self.message else (self.reason or "")
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What closed engines wait for, beside a CatchUp.
+
+    ``awaiting``: why only a Refresh can take them along, or empty. ``exhausted``: processes, as (pod name,
+    incarnation), whose catch-up attempts are spent, with the reason of the last failure.
+    """
+
+    awaiting: str = ""
+    exhausted: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    def explain(self, pod: PodFact, gate: GateStatus | None, found: Derived) -> Derived:
+        """The same state, with the reason that says what can help."""
+        if gate is None or found.reason not in (Reason.CATCH_UP_PENDING, Reason.POISONED, Reason.UNCERTAIN):
+            return found
+        last = self.exhausted.get((pod.name, gate.incarnation or ""))
+        if last is not None:
+            what = f"catch-up attempts are spent{f' ({last})' if last else ''}; delete the pod, or sync"
+            return Derived(EngineState.QUARANTINED, Reason.CATCH_UP_EXHAUSTED, what)
+        if self.awaiting and found.reason is Reason.CATCH_UP_PENDING:
+            return Derived(found.state, Reason.AWAITING_ROUND, "closed until the next Refresh takes it along")
+        return found
+
+
 def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     """Read one pod. ``owner_uid``: UID of the pool that should own it."""
     meta, status = pod["metadata"], pod.get("status") or {}
@@ -138,13 +162,14 @@ def derive(
     routers: frozenset[str],
     draining: bool = False,
     previous: EngineState | None = None,
+    closed: Closed = Closed(),
 ) -> Derived:
     """The state of one engine.
 
     ``gate`` None: it did not answer now. ``routers``: names that the gate should know. ``previous``: the state of the
-    same pod at the last observation, None for a new one.
+    same pod at the last observation, None for a new one. ``closed``: what is known of closed engines' prospects.
     """
-    found = _observe(pod, gate, committed, routers, draining, previous)
+    found = closed.explain(pod, gate, _observe(pod, gate, committed, routers, draining, previous))
     if previous is None or found.state == previous or found.state in TRANSITIONS[previous]:
         return found
     if previous is EngineState.FAILED:
@@ -235,4 +260,4 @@ def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[s
         )
     if committed is None:
         return Derived(EngineState.LOADING, Reason.NOTHING_COMMITTED, "no version is committed yet")
-    return Derived(EngineState.LOADING, Reason.AWAITING_ROUND, "closed until a round brings the committed version")
+    return Derived(EngineState.LOADING, Reason.CATCH_UP_PENDING, "closed until it holds the committed version")

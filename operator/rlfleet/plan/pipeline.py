@@ -98,8 +98,11 @@ def conditions(
     topology: tuple[bool | None, Reason, str],
     generation: int,
     now: str,
+    awaiting: str = "",
 ) -> list[dict[str, Any]]:
-    """All conditions of an RLPipeline. ``working``: what runs or waits now; ``trouble``: what a person should see."""
+    """All conditions of an RLPipeline. ``working``: what runs or waits now; ``trouble``: what a person should see;
+    ``awaiting``: why closed engines can only be taken along by the next Refresh (empty: a CatchUp can help them).
+    """
     out: Sequence[Mapping[str, Any]] = existing
 
     def put(kind: PipelineCondition, value: bool | None, reason: Reason, message: str) -> None:
@@ -135,6 +138,8 @@ def conditions(
             Reason.GATES_UNREACHABLE,
             f"{len(facts.silent)} gates do not answer: {_some(facts.silent)}",
         )
+    elif facts.closed and awaiting:
+        put(PipelineCondition.READY, False, Reason.AWAITING_ROUND, awaiting)
     else:
         put(
             PipelineCondition.READY,

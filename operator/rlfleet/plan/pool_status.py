@@ -25,6 +25,7 @@ from rlfleet.plan.rounds import Committed
 _NORMAL: Final = frozenset(
     {
         Reason.AWAITING_ROUND,
+        Reason.CATCH_UP_PENDING,
         Reason.NOTHING_COMMITTED,
         Reason.ENGINES_CLOSED,
         Reason.SCALING_DOWN,
@@ -191,7 +192,7 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
             return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
         return type_, ConditionStatus.TRUE, Reason.ALL_ENGINES_ACTIVE, text
     waiting = [r.derived.reason for r in rows if r.derived.state is EngineState.LOADING]
-    for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND, Reason.COMMITTED_UNKNOWN):
+    for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND, Reason.CATCH_UP_PENDING, Reason.COMMITTED_UNKNOWN):
         if waiting and all(w is reason for w in waiting) and len(waiting) + active == o.replicas:
             return type_, ConditionStatus.FALSE, reason, f"{text}; {reason.meaning}"
     return type_, ConditionStatus.FALSE, Reason.ENGINES_NOT_ACTIVE, text
@@ -273,7 +274,11 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
         problems.append(Problem(Reason.PIPELINE_NOT_FOUND, _NO_PIPELINE))
     if o.pipeline_deleting:
         problems.insert(0, Problem(Reason.PIPELINE_DELETING, _DELETING))
-    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED]
+    spent = [r for r in rows if r.derived.reason is Reason.CATCH_UP_EXHAUSTED]
+    if spent:
+        text = f"{len(spent)} engines, among them {spent[0].pod.name}: {spent[0].derived.message}"
+        problems.append(Problem(Reason.CATCH_UP_EXHAUSTED, text))
+    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED and r not in spent]
     if quarantined:
         first = quarantined[0]
         name = naming.engine_name(o.pool, first.pod.index)

@@ -41,6 +41,9 @@ class RoundRef:
     manifest_digest: str | None = None
     allow_rollback: bool = False
     expected_committed: int | None = None
+    kind: str = "Refresh"
+    engines: tuple[str, ...] = ()
+    """CatchUp only: the pods it is for."""
 
 
 def held(sender: SenderStatus, version: int, digest: str | None) -> SenderCache | None:
@@ -116,6 +119,11 @@ def unavailable_limit(max_unavailable: int | str, total: int) -> int:
     if isinstance(max_unavailable, int):
         return max_unavailable
     return math.ceil(int(max_unavailable.rstrip("%")) * total / 100)
+
+
+def layout_of(e: Engine) -> str:
+    """The engine's layout: checksums compare only within one."""
+    return (e.status.engine.layout or "unknown") if e.status is not None else "unknown"
 
 
 def can_join(e: Engine) -> bool:

@@ -25,6 +25,7 @@ from rlfleet.api.v1alpha1.common import (
     NodeName,
     ObjectName,
     Port,
+    ReasonText,
     ShortText,
     Spec,
     Status,
@@ -40,6 +41,8 @@ from rlfleet.api.v1alpha1.podtemplate import PodTemplate
 from rlfleet.api.wire import RouterType
 
 NEW_POOL = "create another EnginePool"
+#: Engine processes of one pool whose catch-up attempts are remembered; more wait until some are forgotten.
+MAX_COUNTED = 128
 
 
 class EngineType(StrEnum):
@@ -322,6 +325,20 @@ class EngineEntry(Status):
     failure: ShortText | None = Field(default=None, description="What is wrong with it: a reason, then what is known.")
 
 
+class CatchUpCount(Status):
+    """How often one engine process was tried to be brought to the committed version between rounds."""
+
+    engine: Annotated[str, Field(min_length=1, max_length=253)] = Field(description="Name of the engine's pod.")
+    incarnation: Uid = Field(description="Nonce of its engine process: another process begins at zero.")
+    version: WeightVersion = Field(description="Version of the latest attempt.")
+    attempts: Annotated[int, Field(ge=1, le=1000)] = Field(
+        description="Attempts so far. Counted when the engine is about to be touched; never lowered. Forgotten only "
+        "with the process, or once it is proven at a version committed after its latest attempt."
+    )
+    round: Uid = Field(description="UID of the CatchUp of the latest attempt: one round counts once.")
+    reason: ReasonText | None = Field(default=None, description="Why the latest attempt failed; absent if it did not.")
+
+
 class EnginePoolStatus(Status):
     """What the operator knows of a pool."""
 
@@ -342,6 +359,12 @@ class EnginePoolStatus(Status):
         default=(),
         max_length=MAX_LISTED_ENGINES,
         description="Every engine of a pool of up to 64; in larger pools only those that are not active.",
+        json_schema_extra=ATOMIC,
+    )
+    catch_up: tuple[CatchUpCount, ...] = Field(
+        default=(),
+        max_length=MAX_COUNTED,
+        description="Engine processes that CatchUp rounds were tried on, and how often. Written by rounds only.",
         json_schema_extra=ATOMIC,
     )
     template_hash: Annotated[str, Field(max_length=64)] | None = Field(

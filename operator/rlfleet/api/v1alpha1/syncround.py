@@ -16,6 +16,7 @@ from rlfleet.api.v1alpha1.common import (
     MAX_EXACT,
     MAX_LISTED_ENGINES,
     MAX_MEMBERS,
+    UNIQUE,
     ByteCount,
     ConditionList,
     Count,
@@ -48,6 +49,13 @@ def _keeps(field: str) -> dict[str, str]:
         f"{field} is immutable: {NEW_ROUND}",
         at=f".{field}",
     )
+
+
+class RoundKind(StrEnum):
+    """What a round is for."""
+
+    REFRESH = "Refresh"
+    CATCH_UP = "CatchUp"
 
 
 class RoundPhase(StrEnum):
@@ -95,8 +103,33 @@ class SyncRoundSpec(Spec):
                 at=".expectedCommitted",
                 reason="FieldValueForbidden",
             ),
+            rule(
+                "self.kind != 'CatchUp' || has(self.engines)",
+                "kind CatchUp needs engines: the names of the pods to bring to the committed version",
+                at=".engines",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.kind == 'CatchUp' || !has(self.engines)",
+                "engines are for kind CatchUp only: a Refresh always takes the whole pipeline",
+                at=".engines",
+                reason="FieldValueForbidden",
+            ),
+            rule(
+                "self.kind != 'CatchUp' || has(self.manifestDigest)",
+                "kind CatchUp needs manifestDigest: the digest of the committed version",
+                at=".manifestDigest",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.kind != 'CatchUp' || !self.allowRollback",
+                "kind CatchUp commits nothing, so there is nothing to roll back",
+                at=".allowRollback",
+                reason="FieldValueForbidden",
+            ),
             _keeps("manifestDigest"),
             _keeps("expectedCommitted"),
+            _keeps("engines"),
         )
     )
 
@@ -108,10 +141,19 @@ class SyncRoundSpec(Spec):
         description="Policy version to take over; -1 is the base that the sender holds at start.",
         json_schema_extra=immutable("version", NEW_ROUND),
     )
-    kind: Literal["Refresh"] = Field(
-        default="Refresh",
-        description="Refresh: all engines of the pipeline take over the version.",
+    kind: RoundKind = Field(
+        default=RoundKind.REFRESH,
+        description="Refresh: all engines of the pipeline take over the version. CatchUp: the named engines are "
+        "brought to the committed version; it commits nothing. The operator opens CatchUps by itself.",
         json_schema_extra=immutable("kind", NEW_ROUND),
+    )
+    engines: tuple[ObjectName, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_LISTED_ENGINES,
+        description="CatchUp only: names of the engine pods. Those that need nothing when the round starts are left "
+        "alone.",
+        json_schema_extra=UNIQUE,
     )
     sender_incarnation: Uid = Field(
         description="Sender process that publishes the version (RLPipeline.status.sender.incarnation). Once that "
@@ -128,7 +170,7 @@ class SyncRoundSpec(Spec):
     manifest_digest: ManifestDigest | None = Field(
         default=None,
         description="Digest that the version must have at the sender; absent: whichever it has. "
-        "A round for other bytes fails.",
+        "A round for other bytes fails. Required for CatchUp: the committed one.",
     )
     allow_rollback: bool = Field(
         default=False,
@@ -347,8 +389,8 @@ class SyncRoundStatus(Status):
     timings: RoundTimings | None = Field(default=None, description="Duration of each part.")
     committed: bool = Field(
         default=False,
-        description="Whether the version was committed. A round can fail after that, when "
-        "some engines could not be reopened.",
+        description="Whether the version was committed by this round; never by a CatchUp. A round can fail after "
+        "that, when some engines could not be reopened.",
         json_schema_extra=rules(rule("self || !oldSelf", "committed cannot be taken back")),
     )
     failure: RoundFailure | None = Field(default=None, description="Why the round ended without success.")

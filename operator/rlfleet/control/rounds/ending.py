@@ -69,7 +69,7 @@ class Ending:
         # Those stay paused whether or not their gates answer: a silent one must not keep the round from ending.
         shut = self.ctx.clock.monotonic() + SHUT_SECONDS
         stuck, _ = await asyncio.gather(
-            self._resume(rule.resume, deadline),
+            self.resume(rule.resume, deadline),
             self.fleet.run(self.run.caller, "Close", dict.fromkeys(rule.close, wire.CloseOrder()), deadline=shut),
         )
         self.note_paused()
@@ -78,7 +78,7 @@ class Ending:
             tail += f"; could not resume: {', '.join(stuck[:4])}"
         await self.settle(outcome, stage, reason, message + tail, transfer=transfer, verdicts=transfer.verdicts())
 
-    async def _resume(self, names: Iterable[str], deadline: float) -> list[str]:
+    async def resume(self, names: Iterable[str], deadline: float) -> list[str]:
         """Resume engines at the committed weights and route them; the names that could not."""
         committed = self.ledger.committed
         if committed is None:
@@ -133,7 +133,7 @@ class Ending:
         """Let engines serve that are closed, not ours to load, and proven at the committed version."""
         closed = abort(RoundPlan((), 1), self.fleet.engines, self.ledger.committed, operation=self.run.round_uid).resume
         if closed:
-            await self._resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
+            await self.resume(closed, self.ctx.clock.monotonic() + REOPEN_SECONDS)
 
     async def shut(self, names: Iterable[str]) -> None:
         """Take engines out of the routers, as far as their gates answer; they stay paused in any case."""
@@ -188,7 +188,7 @@ class Ending:
         if self.ledger.round is not None:
             kind: EventType = "Normal" if outcome == "Succeeded" else "Warning"
             self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
-        self.ctx.metrics.round_finished(outcome)
+        self.ctx.metrics.round_finished(outcome, self.run.kind)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
 
     async def settled_before(self) -> None:
@@ -213,12 +213,9 @@ class Ending:
         assert self.run.pipeline_status is not None
         await self.fleet.read_pods()
         await self.fleet.poll()
-        await self.ledger.write_pipeline(
-            {
-                "activeOperation": None,
-                "lastRound": self.ledger.round["metadata"]["name"],
-                **self.run.pipeline_status(trouble=trouble),
-            },
-            what="free",
-        )
+        status = {"activeOperation": None, **self.run.pipeline_status(trouble=trouble)}
+        if self.run.kind == "Refresh":
+            # A CatchUp is no news of the fleet: what the last Refresh said stands.
+            status["lastRound"] = self.ledger.round["metadata"]["name"]
+        await self.ledger.write_pipeline(status, what="free")
         await self.ledger.set_finalizer(False)

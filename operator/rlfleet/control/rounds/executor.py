@@ -77,6 +77,11 @@ class Executor:
         return dict(self.ledger.round["spec"])
 
     @property
+    def kind(self) -> str:
+        """Refresh or CatchUp."""
+        return str(self.round_spec.get("kind") or "Refresh")
+
+    @property
     def caller(self) -> Caller:
         """The fence that every call carries."""
         return Caller(self.ledger.uid, self.round_uid, self.ledger.generation)
@@ -100,7 +105,7 @@ class Executor:
         """Add the time since ``since`` (loop seconds) to a timing; now, as the start of the next one."""
         now = self.ctx.clock.monotonic()
         self.timings[name] = self.timings.get(name, 0) + max(0, round((now - since) * 1000))
-        self.ctx.metrics.round_phase(name.removesuffix("Ms"), now - since)
+        self.ctx.metrics.round_phase(name.removesuffix("Ms"), now - since, self.kind)
         return now
 
     async def phase(self, phase: str, reason: Reason, message: str, **extra: Any) -> None:
@@ -158,7 +163,7 @@ class Executor:
         assert self.ledger.round is not None
         await self.ledger.claim(
             {
-                "kind": "Refresh",
+                "kind": self.kind,
                 "name": self.ledger.round["metadata"]["name"],
                 "uid": self.round_uid,
                 "committed": bool(active.get("committed")) if again else False,
@@ -205,7 +210,7 @@ class Executor:
             entry = Entry.QUIESCE
         else:
             assert plan is not None
-            transfer = self.transfer(plan, self._target_from_status())
+            transfer = self.transfer(plan, self.target_from_status())
         if entry is Entry.QUIESCE:
             if not await self._quiesce(transfer, closing):
                 return
@@ -223,7 +228,8 @@ class Executor:
         else:
             await closing.reopen(transfer)
 
-    def _target_from_status(self) -> Target:
+    def target_from_status(self) -> Target:
+        """What a predecessor planned to bring."""
         status = self.ledger.round_status
         return Target(
             operation=self.round_uid,
@@ -292,7 +298,7 @@ class Executor:
                 transfer=transfer,
             )
             return False
-        if self.ctx.clock.monotonic() >= self._load_deadline():
+        if self.ctx.clock.monotonic() >= self.load_deadline():
             late_message = "no time is left in pausedSeconds to load and prove"
             await closing.refuse("Quiescing", Reason.PAUSED_DEADLINE, late_message, transfer=transfer)
             return False
@@ -303,7 +309,7 @@ class Executor:
             return False
         return True
 
-    def _load_deadline(self) -> float:
+    def load_deadline(self) -> float:
         """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""
         budget = int(self.ledger.spec["sync"]["deadlines"]["pausedSeconds"])
         return self.deadline("pausedSeconds", "pausedAt") - PROOF_SHARE * budget
@@ -314,7 +320,7 @@ class Executor:
         await self.phase("Transferring", Reason.TRANSFERRING, f"{len(transfer.plan.members)} engines load")
         deadline = self.deadline("pausedSeconds", "pausedAt")
         members = [m for m in transfer.plan.members if transfer.staged(m)]
-        await transfer.load(members, deadline=self._load_deadline())
+        await transfer.load(members, deadline=self.load_deadline())
         started = self.lap("transferMs", started)
         await self.finish_loads(transfer, deadline=deadline, known={}, started=started)
         await closing.hold_or_commit(transfer)

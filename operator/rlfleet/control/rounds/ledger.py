@@ -88,6 +88,8 @@ def ref_of(obj: Mapping[str, Any]) -> RoundRef:
         manifest_digest=spec.get("manifestDigest"),
         allow_rollback=bool(spec.get("allowRollback")),
         expected_committed=spec.get("expectedCommitted"),
+        kind=str(spec.get("kind") or "Refresh"),
+        engines=tuple(spec.get("engines") or ()),
     )
 
 
