@@ -80,7 +80,7 @@ def print_keep(stage: Stage) -> None:
         f"  kubectl describe rlp demo -n {NAMESPACE}",
         f"  kubectl scale epool/engines -n {NAMESPACE} --replicas=3    # the last engine drains and goes",
         f"  kubectl delete pod -n {NAMESPACE} -l rlfleet.dev/pool=engines,rlfleet.dev/engine-index=0    "
-        "# replaced; the new engine stays closed until a next round",
+        "# replaced; the new engine catches up while the trainer holds the version",
         "  kubectl explain syncrounds.status.timings",
         "Stop it and remove everything:",
         f"  cd {ROOT} && {os.path.relpath(sys.executable, ROOT)} -m e2e.cluster down --state {stage.cluster.state}",

@@ -102,6 +102,9 @@ def unknown(path: str, value: str, *supported: str) -> str:
     return f'{path}: Unsupported value: "{value}": supported values: ' + ", ".join(f'"{s}"' for s in supported)
 
 
+DIGEST = "sha256:" + "0a" * 32
+CATCH_UP = {"spec.kind": "CatchUp", "spec.engines": ["e-0-1"], "spec.manifestDigest": DIGEST}
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # RLPipeline: rules
     (RLP, {"metadata.name": "p" * 64}, LABELLED),
@@ -240,10 +243,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"spec.expectedCommitted": 3},
         "spec.expectedCommitted: Forbidden: expectedCommitted is for allowRollback only",
     ),
+    (
+        SR,
+        {"spec.engines": ["e-0-1"]},
+        "spec.engines: Forbidden: engines are for kind CatchUp only: a Refresh always takes the whole pipeline",
+    ),
+    (
+        SR,
+        CATCH_UP | {"spec.engines": None},
+        "spec.engines: Required value: kind CatchUp needs engines: the names of the pods to bring to the committed",
+    ),
+    (
+        SR,
+        CATCH_UP | {"spec.manifestDigest": None},
+        "spec.manifestDigest: Required value: kind CatchUp needs manifestDigest: the digest of the committed version",
+    ),
+    (
+        SR,
+        CATCH_UP | {"spec.allowRollback": True, "spec.expectedCommitted": 3},
+        "spec.allowRollback: Forbidden: kind CatchUp commits nothing, so there is nothing to roll back",
+    ),
     # SyncRound: bounds
     (SR, {"spec.version": -2}, below("spec.version", -2, -1)),
     (SR, {"spec.attempt": 0}, below("spec.attempt", 0, 1)),
-    (SR, {"spec.kind": "CatchUp"}, unknown("spec.kind", "CatchUp", "Refresh")),
+    (SR, {"spec.kind": "Rollback"}, unknown("spec.kind", "Rollback", "Refresh", "CatchUp")),
+    (SR, CATCH_UP | {"spec.engines": []}, "spec.engines in body should have at least 1 items"),
+    (SR, CATCH_UP | {"spec.engines": ["e-0-1"] * 2}, 'spec.engines[1]: Duplicate value: "e-0-1"'),
+    (SR, CATCH_UP | {"spec.engines": [f"e-{i}" for i in range(65)]}, "spec.engines: Too many: 65"),
+    (SR, CATCH_UP | {"spec.engines": ["E 0"]}, "spec.engines[0] in body should match"),
     (SR, {"spec.manifestDigest": "md5:00"}, "spec.manifestDigest in body should match '^sha256:[0-9a-f]{64}$'"),
     (SR, {"spec.senderIncarnation": None}, "spec.senderIncarnation: Required value"),
 ]
@@ -257,7 +284,6 @@ def test_refused(kind: str, edits: dict[str, Any], answer: str, example: Example
 POOL = "create another EnginePool"
 ROUND = "create another SyncRound"
 PINNED = {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 4))}}
-DIGEST = "sha256:" + "0a" * 32
 ROLLBACK = {"spec.allowRollback": True, "spec.expectedCommitted": 9}
 
 #: kind, edits of the stored object, patch of its spec, answer
@@ -281,6 +307,9 @@ FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (SR, {}, {"allowRollback": True, "expectedCommitted": 3}, f"allowRollback is immutable: {ROUND}"),
     (SR, ROLLBACK, {"expectedCommitted": 8}, f"expectedCommitted is immutable: {ROUND}"),
+    (SR, {}, {"kind": "CatchUp", "engines": ["e-0-1"], "manifestDigest": DIGEST}, f"kind is immutable: {ROUND}"),
+    (SR, CATCH_UP, {"engines": ["e-0-1", "e-1-2"]}, f"engines is immutable: {ROUND}"),
+    (SR, CATCH_UP, {"engines": None}, f"engines is immutable: {ROUND}"),
     (SR, {"spec.cancel": True}, {"cancel": False}, f"cancel cannot be undone: {ROUND}"),
     (SR, {"spec.cancel": True}, {"cancel": None}, f"cancel cannot be undone: {ROUND}"),
 ]

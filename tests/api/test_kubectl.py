@@ -86,6 +86,16 @@ STATUS: dict[str, dict[str, Any]] = {
                 "failure": "RouterUnreachable: main",
             }
         ],
+        "catchUp": [
+            {
+                "engine": "demo-engines-2-0a1b2",
+                "incarnation": "e2",
+                "version": 11,
+                "attempts": 2,
+                "round": "5b0c",
+                "reason": "VerifyFailed",
+            }
+        ],
         "templateHash": "v1-0a1b2c",
         "fencing": "Cooperative",
         "admissionGuarantee": "Enforced",

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlfleet.api import labels
-from rlfleet.api.naming import MAX_NAME, MAX_POOL_NAME, engine_name, pod_name, round_name
+from rlfleet.api.naming import MAX_NAME, MAX_POOL_NAME, catch_up_name, engine_name, pod_name, round_name
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -37,6 +37,26 @@ def test_round_names_are_labels_and_deterministic(name: str, uid: str, sender: s
 )
 def test_each_part_of_a_rounds_identity_changes_its_name(other: tuple[str, str, str, int, int]) -> None:
     assert round_name(*other) != round_name("demo", "u", "s", 3, 1)
+
+
+@given(NAMES, st.text(), st.lists(st.text(min_size=1)), VERSIONS, st.integers(1, 1000))
+def test_catch_up_names_are_labels_whatever_the_order_of_the_members(
+    name: str, uid: str, members: list[str], version: int, attempt: int
+) -> None:
+    made = catch_up_name(name, uid, "sha256:d", members, version, attempt)
+    assert len(made) <= MAX_NAME
+    assert LABEL.fullmatch(made)
+    assert made == catch_up_name(name, uid, "sha256:d", reversed(members), version, attempt)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("u2", "d", ["i"], 3, 1), ("u", "d2", ["i"], 3, 1), ("u", "d", ["i", "j"], 3, 1), ("u", "d", ["i"], 3, 2)],
+    ids=["pipeline uid", "digest", "incarnations", "attempt"],
+)
+def test_each_part_of_a_catch_ups_identity_changes_its_name(other: tuple[str, str, list[str], int, int]) -> None:
+    assert catch_up_name("demo", *other) != catch_up_name("demo", "u", "d", ["i"], 3, 1)
+    assert catch_up_name("demo", *other) != round_name("demo", "u", "d", 3, 1)
 
 
 def test_parts_of_an_identity_do_not_run_into_each_other() -> None:

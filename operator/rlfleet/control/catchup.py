@@ -35,12 +35,12 @@ def kind_of(obj: Mapping[str, Any]) -> str:
 
 
 def failures_of(rounds: Iterable[Obj], manifest_digest: str) -> tuple[Failure, ...]:
-    """The recorded CatchUps of these bytes that failed, each with the engines that it left closed."""
+    """The recorded CatchUps of these bytes that failed or were cancelled, each with the engines that it left closed."""
     found = []
     for r in rounds:
         status = r.get("status") or {}
         failure = status.get("failure")
-        if kind_of(r) != "CatchUp" or status.get("outcome") != "Failed" or not failure:
+        if kind_of(r) != "CatchUp" or status.get("outcome") not in ("Failed", "Cancelled") or not failure:
             continue
         if r["spec"].get("manifestDigest") != manifest_digest:
             continue
