@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels, naming
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
-from rlfleet.control.rounds.catchup import transporting
+from rlfleet.control.rounds.catchup_ready import transporting
 from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
 from rlfleet.control.rounds.ledger import API_SECONDS, Ledger
