@@ -55,6 +55,7 @@ def freeze(
         sender=sender,
         total_bytes=total_bytes,
         verify=verify,
+        quiesce=quiesce,
     )
     if isinstance(plan, Refusal):
         return plan
@@ -71,6 +72,7 @@ def assign(
     sender: SenderStatus,
     total_bytes: int,
     verify: str,
+    quiesce: PauseMode | None = None,
     confirmed: frozenset[str] = frozenset(),
 ) -> RoundPlan | Refusal:
     """Transports and ranks of engines that can take part, or why they can not, whichever kind of round asks.

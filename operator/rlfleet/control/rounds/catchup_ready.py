@@ -213,7 +213,8 @@ class CatchUpReady(Executor):
 
     async def _pause(self, members: list[Member], transfer: Transfer, deadline: float, paused: set[str]) -> None:
         """Pause, verified; adds to ``paused`` whoever is."""
-        order = dict.fromkeys((m.engine for m in members), wire.PauseOrder())
+        left = max(deadline - self.ctx.clock.monotonic(), 1.0)
+        order = dict.fromkeys((m.engine for m in members), wire.PauseOrder(budget_seconds=left))
         # Anew after a takeover: what the predecessor's pause proved may not hold any more.
         results = await self.fleet.run(self.caller, "Pause", order, deadline=deadline, again=self.takeover)
         transfer.trouble.note_results(results)

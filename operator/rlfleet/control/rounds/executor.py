@@ -275,7 +275,7 @@ class Executor:
             shut = dict.fromkeys(members, wire.CloseOrder(deadline_seconds=CLOSE_SECONDS))
             closed = await self.fleet.run(self.caller, "Close", shut, deadline=deadline, again=True)
             results = {n: r for n, r in closed.items() if not ok(r)}
-        left = max(self._load_deadline() - self.ctx.clock.monotonic(), 1.0)
+        left = max(self.load_deadline() - self.ctx.clock.monotonic(), 1.0)
         order = wire.PauseOrder(mode=mode, drain_seconds=float(sync["drainSeconds"]), budget_seconds=left)
         pausing = [n for n in members if n not in results]
         # Always proven anew: before a takeover, or before a status was lost, an abort may have resumed engines.
