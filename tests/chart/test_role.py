@@ -27,7 +27,7 @@ ALLOWED = [
     ("create", "secrets", OPERATOR_NAMESPACE),
     ("get", "secrets/rlfleet-signing-key", OPERATOR_NAMESPACE),
     ("create", "leases.coordination.k8s.io", OPERATOR_NAMESPACE),
-    ("update", "leases.coordination.k8s.io/rlfleet-operator", OPERATOR_NAMESPACE),
+    *((verb, "leases.coordination.k8s.io/rlfleet-operator", OPERATOR_NAMESPACE) for verb in ("get", "watch", "update")),
 ]  # fmt: skip
 
 REFUSED = [
@@ -43,6 +43,8 @@ REFUSED = [
     ("delete", "secrets/rlfleet-signing-key", OPERATOR_NAMESPACE),
     ("create", "leases.coordination.k8s.io", "x"),
     ("update", "leases.coordination.k8s.io/another", OPERATOR_NAMESPACE),
+    ("delete", "leases.coordination.k8s.io/rlfleet-operator", OPERATOR_NAMESPACE),
+    ("list", "leases.coordination.k8s.io", OPERATOR_NAMESPACE),
     ("list", "nodes", ""),
     ("patch", "customresourcedefinitions.apiextensions.k8s.io", ""),
     ("escalate", "clusterroles.rbac.authorization.k8s.io", ""),

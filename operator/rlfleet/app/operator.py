@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import kopf
@@ -50,6 +51,14 @@ KEY_SECONDS = 2.0
 #: Seconds for queued Events, and then for mutations under way to be answered, before the Lease is released.
 FLUSH_SECONDS = 0.5
 QUIET_SECONDS = 1.0
+
+
+class Backoffs:
+    """Pauses between kopf's retries, without end: an apiserver that is away for long, or one namespace that may not be
+    read any more, must not end the streams of all others (and with them the process)."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.5, 1, 2, 3), itertools.repeat(5.0))
 
 
 class Operator:
@@ -139,7 +148,7 @@ class Operator:
         s.watching.server_timeout = 300
         s.watching.connect_timeout = 10
         s.networking.request_timeout = 30
-        s.networking.error_backoffs = (0.5, 1, 2, 3)
+        s.networking.error_backoffs = Backoffs()
         s.queueing.exit_timeout = 2.0
         # In namespaced mode nothing but the named namespaces is looked at: a Role in each of them is enough.
         s.scanning.disabled = bool(self._settings.watch_namespaces)
@@ -236,8 +245,7 @@ class Operator:
         else:
             await self._look_for_key(kube, elector)
             await elector.acquired.wait()
-        keys = await SigningKeys.load(kube, self._settings.namespace, timeout=self._settings.api_timeout)
-        self._keys_loaded = True
+        keys = await self._load_keys(kube)
         events = EventRecorder(kube, instance=self._control.identity)
         self._context = Context(
             kube=kube,
@@ -254,6 +262,18 @@ class Operator:
         self._pools = PoolReconciler(self._context)
         self._spawn(events.run(), "event recorder")
         await self._queue.run()
+
+    async def _load_keys(self, kube: KubeClient) -> SigningKeys:
+        """The key, made if there is none; an apiserver that is away for a moment ends no term."""
+        while True:
+            try:
+                keys = await SigningKeys.load(kube, self._settings.namespace, timeout=self._settings.api_timeout)
+            except ApiError as e:
+                log.warning("signing key: %s; again in %g s", e, KEY_SECONDS)
+                await asyncio.sleep(KEY_SECONDS)
+                continue
+            self._keys_loaded = True
+            return keys
 
     async def _look_for_key(self, kube: KubeClient, elector: Elector) -> None:
         """A standby is ready when it can read the key that it would need; the leader makes it at the first start."""
@@ -324,6 +344,8 @@ class Operator:
     def _not_ready(self) -> str:
         if not self._keys_loaded:
             return "signing key is not loaded"
-        if self._pods is None or not self._pods.synced:
+        if self._pods is None:
             return "view of pods is not complete"
+        if missing := self._pods.missing:
+            return f"view of pods is not complete: {missing}"
         return ""

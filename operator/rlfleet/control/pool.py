@@ -86,7 +86,7 @@ class PoolReconciler:
         ctx = self._ctx
         key = (namespace, name)
         kube = ctx.kube.at(Priority.RESYNC, field_manager=labels.POOL_MANAGER)
-        if not ctx.pods.synced:
+        if not ctx.pods.covers(namespace):
             raise Retry("the view of pods is not complete yet")
         await self._catch_up(namespace, name)
         try:

@@ -101,9 +101,13 @@ class Reflector:
     # ------------------------------------------------------------------------------------------ reading
 
     @property
-    def synced(self) -> bool:
-        """Whether the first list is in."""
-        return self._synced.is_set()
+    def missing(self) -> str:
+        """Which namespaces have not been listed yet; empty: the view is complete."""
+        return ", ".join(s or "all namespaces" for s in self._scopes if s not in self._listed)
+
+    def covers(self, namespace: str) -> bool:
+        """Whether objects of ``namespace`` have been listed: one that may not be read holds up no other."""
+        return namespace in self._listed or None in self._listed
 
     async def wait_synced(self) -> None:
         """Wait for the first list."""
