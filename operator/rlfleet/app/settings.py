@@ -77,7 +77,7 @@ class Settings:
         1.0, "RLFLEET_BOOT_POLL_SECONDS", "seconds between looks at gates of starting engines", minimum=0.05
     )
     drain_seconds: float = _setting(
-        1.0,
+        0.5,
         "RLFLEET_DRAIN_SECONDS",
         "seconds that running reconciles may take to end on SIGTERM; a round that needs longer is handed over",
         minimum=0,
