@@ -145,3 +145,22 @@ def test_a_failed_round_leaves_the_committed_engines_routed_and_serving(fleet: F
     assert engine_url(pods[1]) in router.listed()
     code, answer = router.generate()
     assert (code, answer["meta_info"]["weight_version"]) == (200, "-1")
+
+
+def test_a_silent_engine_that_left_the_router_does_not_hold_up_the_commit(fleet: Fleet, cluster: LocalCluster) -> None:
+    """This operator has heard of the gate last, and sends it nothing: out of the router nobody reaches its engine."""
+    router, pods = routed_fleet(
+        fleet, 2, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 120}}
+    )
+    silent, other = pods
+    cluster.hollow.freeze(fleet.namespace, silent["metadata"]["name"], "gate")
+    try:
+        done = fleet.sync(1)
+        assert done["status"]["phase"] == "Succeeded", done["status"]
+        assert router.listed() == {engine_url(other)}
+        assert fleet.label(silent) == "-1"
+        code, answer = router.generate()
+        assert (code, answer["meta_info"]["weight_version"]) == (200, "1")
+        assert fleet.status("rlpipeline", "p")["committed"]["version"] == 1
+    finally:
+        cluster.hollow.thaw(fleet.namespace, silent["metadata"]["name"], "gate")

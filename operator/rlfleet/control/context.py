@@ -19,6 +19,7 @@ from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
 
 from .queue import Kind, QueueKey
+from .rounds.memory import GateMemory
 
 if TYPE_CHECKING:
     from .keys import SigningKeys
@@ -134,6 +135,7 @@ class Context:
     settings: ControlSettings = field(default_factory=ControlSettings)
     clock: Clock = field(default_factory=SystemClock)
     metrics: Metrics = field(default_factory=NoMetrics)
+    gates: GateMemory = field(default_factory=GateMemory)
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.

@@ -151,7 +151,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         replaced = await _replace_strangers(ctx, ledger, view, {*found.open, *stubborn})
     elif active:
         open_rounds.pop(active["uid"], None)
-    live = [e for e in view.fleet.engines.values() if not e.gone and not e.leaving and e.name not in replaced]
+    live = [e for e in view.fleet.engines.values() if not e.gone and not e.dropped and e.name not in replaced]
     refs = [ref_of(r) for r in open_rounds.values()]
     todo = triage(
         [r for r in refs if r.kind == "Refresh"],
@@ -161,7 +161,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         now_ms=ctx.now_ms(),
         pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
         joinable=sum(can_join(e) for e in live),
-        expected=max(expected, len(live)),
+        # Those that are on their way out count too: a round with nobody in it must wait until they are gone.
+        expected=max(expected, sum(not e.gone for e in view.fleet.engines.values())),
     )
     ends, behind = triage_catch_ups(
         [r for r in refs if r.kind == "CatchUp"], refresh=todo.run, committed=ledger.committed, sender=sender.status

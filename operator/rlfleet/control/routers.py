@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
 from rlfleet.kube.guard import Guard
-from rlfleet.kube.reflector import Reflector
 from rlfleet.plan.pool_status import Problem
 from rlfleet.router import RouterAdapter, make_router
 
@@ -39,7 +38,14 @@ def base_url(ip: str, port: int) -> str:
     return f"http://[{ip}]:{port}" if ":" in ip else f"http://{ip}:{port}"
 
 
-def resolve(pool: Mapping[str, Any], pods: Reflector) -> Resolved:
+class Pods(Protocol):
+    """Where router pods are looked for: a view (kube.reflector.Reflector) or a live list."""
+
+    def select(self, namespace: str, match_labels: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Pods of ``namespace`` that bear all of these labels."""
+
+
+def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
     """Find the routers of ``pool``: fixed URLs, and running pods by selector."""
     endpoints: list[RouterEndpoint] = []
     names: set[str] = set()

@@ -35,7 +35,7 @@ def freeze(
     Checked in this order, all before anything is quiesced: silent gates, versions and capabilities of gates,
     mode of the pause, transports, capabilities of the sender, memory for staging, verification.
     """
-    live = [e for e in engines if not e.gone and not e.leaving]
+    live = [e for e in engines if not e.gone and not e.dropped]
     silent = [e for e in live if e.status is None and not e.unborn]
     ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
     limit = unavailable_limit(max_unavailable, len(ready) + len(silent))

@@ -35,7 +35,7 @@ class FleetFacts:
 
 def count(engines: Sequence[Engine], committed: Committed | None) -> FleetFacts:
     """Count engines: active means proven at ``committed``, not paused, and listed by every router of its pool."""
-    live = [e for e in engines if not e.gone and not e.leaving]
+    live = [e for e in engines if not e.gone and not e.dropped]
     active, closed, silent = 0, [], []
     for e in live:
         if e.status is None:

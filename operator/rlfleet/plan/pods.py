@@ -40,6 +40,8 @@ from rlfleet.plan.template import (
 
 Obj = dict[str, Any]
 
+#: Tells a gate where its engine listens; the address under which routers list it.
+ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
@@ -184,7 +186,7 @@ def _gate_container(
         _value("RLFLEET_GATE_PORT", str(port)),
         _value("RLFLEET_STATE_DIR", STATE_DIR),
         _value("RLFLEET_ENGINE_TYPE", engine_of(pool)["type"]),
-        _value("RLFLEET_ENGINE_URL", f"http://$(RLFLEET_POD_IP):{engine_port(pool)}"),
+        _value(ENGINE_URL_ENV, f"http://$(RLFLEET_POD_IP):{engine_port(pool)}"),
         _value("RLFLEET_STAGING_LIMIT_BYTES", str(staging * 2**20)),
         {"name": "RLFLEET_MEMORY_LIMIT_BYTES", **limit},
         _value("RLFLEET_PUBLIC_KEYS", json.dumps(dict(public_keys), sort_keys=True)),

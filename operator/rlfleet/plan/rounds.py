@@ -69,11 +69,18 @@ class Engine:
     status: GateStatus | None
     gone: bool = False
     leaving: bool = False
+    unwanted: bool = False
+    """Its pool wants fewer engines, or is being deleted: it is to go, and nobody has begun to remove it."""
     owned: bool = True
     refusal: str = ""
     """Why its gate refused to be fenced; empty where it answered or kept silent."""
     unborn: bool = False
     """None of its containers has ever run, as far as its node told."""
+
+    @property
+    def dropped(self) -> bool:
+        """It leaves on purpose, or is to: no round takes it along, and none waits for it."""
+        return self.leaving or self.unwanted
 
     @property
     def incarnation(self) -> str:

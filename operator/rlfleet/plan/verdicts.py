@@ -43,18 +43,19 @@ def verdict(member: Member, engine: Engine | None, *, operation: str, version: i
     if engine is None or engine.gone or engine.pod_uid != member.pod_uid:
         return Verdict.LOST
     if engine.status is None:
-        return Verdict.UNKNOWN
+        return Verdict.DROPPED if engine.dropped else Verdict.UNKNOWN
     if engine.status.incarnation != member.incarnation:
         return Verdict.LOST
     load = round_load(engine.status, operation)
     if load is None:
-        return Verdict.DROPPED if engine.leaving else Verdict.UNTOUCHED
+        return Verdict.DROPPED if engine.dropped else Verdict.UNTOUCHED
     holds = engine.status.holds
     if load.published and holds is not None and holds.version == version and holds.manifest_digest == manifest_digest:
         return Verdict.WHOLE
     if load.state is OperationState.SUCCEEDED and not engine.status.uncertain:
         return Verdict.LOADED
-    return Verdict.POISONED
+    # Nobody heals an engine that is to go, so nobody waits for it either.
+    return Verdict.DROPPED if engine.dropped else Verdict.POISONED
 
 
 def at_committed(engine: Engine, committed: Committed | None) -> bool:
@@ -172,19 +173,24 @@ class Outcome:
 
 
 def conclude(
-    plan: RoundPlan, verdicts: Mapping[str, Verdict], *, unfenced: Iterable[str], max_unavailable: int | str
+    plan: RoundPlan,
+    verdicts: Mapping[str, Verdict],
+    *,
+    unfenced: Iterable[str],
+    max_unavailable: int | str,
+    left_out: Iterable[str] = (),
 ) -> Outcome:
     """Commit, hold, or abort.
 
-    Lost and Dropped members do not count as unavailable; silent engines of the planning do while they still live
-    (they appear in ``unfenced``).
+    Lost and Dropped members do not count as unavailable; silent engines of the planning do while they still live:
+    they appear in ``unfenced``, or in ``left_out`` where plan.everyone lets the commit go on without them.
     """
     whole = tuple(m.engine for m in plan.members if verdicts[m.engine] is Verdict.WHOLE)
     missing = tuple(
         m.engine for m in plan.members if verdicts[m.engine] not in (Verdict.WHOLE, Verdict.LOST, Verdict.DROPPED)
     )
     open_ones = tuple(sorted(unfenced))
-    silent = tuple(name for name in plan.silent if name in open_ones)
+    silent = tuple(name for name in plan.silent if name in {*open_ones, *left_out})
     limit = unavailable_limit(max_unavailable, len(plan.members) + len(plan.silent))
     if not whole:
         return Outcome(Next.ABORT, whole, missing, open_ones, limit)
@@ -297,7 +303,7 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
         for name, e in engines.items()
         if (name, e.pod_uid) not in members
         and not e.gone
-        and not e.leaving
+        and not e.dropped
         and e.status is not None
         and e.status.engine.paused is True
         and not e.status.uncertain
@@ -311,7 +317,7 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
         untouched = e.status is not None and round_load(e.status, operation) is None
         # Untouched is not enough: an engine whose loop is stuck in a rendezvous is no healthy one.
         certain = e.status is not None and not e.status.uncertain
-        if untouched and certain and not e.leaving and e.incarnation == m.incarnation and at_committed(e, committed):
+        if untouched and certain and not e.dropped and e.incarnation == m.incarnation and at_committed(e, committed):
             resume.append(m.engine)
         else:
             close.append(m.engine)

@@ -17,6 +17,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.probes import probe_generation
+from rlfleet.control.rounds.silent import left_out
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
 
@@ -47,13 +48,15 @@ class Closing(Ending):
         await self.fleet.fence(self.run.caller, missing_fence)
         still = unfenced(self.fleet.engines.values(), pipeline=self.ledger.uid, generation=self.ledger.generation)
         verdicts = transfer.verdicts()
-        still = (*still, *await self._shut(verdicts))
-        outcome = conclude(
-            transfer.plan,
-            verdicts,
-            unfenced=still,
-            max_unavailable=self.ledger.spec["sync"]["maxUnavailable"],
-        )
+        shut = await self._shut(verdicts)
+        limit = self.ledger.spec["sync"]["maxUnavailable"]
+        outcome = conclude(transfer.plan, verdicts, unfenced=(*still, *shut), max_unavailable=limit)
+        silent = [n for n in still if self.fleet.engines[n].status is None]
+        if outcome.next is Next.WAIT_FENCE and set(outcome.unfenced) == set(silent):
+            # Nothing but their silence is in the way: out of the routers they count as closed, where that is safe.
+            out = await left_out(self.run, silent)
+            still = tuple(n for n in still if n not in out)
+            outcome = conclude(transfer.plan, verdicts, unfenced=still, max_unavailable=limit, left_out=out)
         return outcome, verdicts
 
     async def _shut(self, verdicts: dict[str, Verdict]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.peers import PeerError
+from rlfleet.control.rounds.drops import remove_dropped
 from rlfleet.control.rounds.fleet import ok
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
@@ -213,6 +214,7 @@ class Ending:
         assert self.run.pipeline_status is not None
         await self.fleet.read_pods()
         await self.fleet.poll()
+        await remove_dropped(self.run)
         status = {"activeOperation": None, **self.run.pipeline_status(trouble=trouble)}
         if self.run.kind == "Refresh":
             # A CatchUp is no news of the fleet: what the last Refresh said stands.

@@ -12,6 +12,7 @@ and enters where ``plan.verdicts.enter`` says.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import pass_barrier
 from rlfleet.control.rounds.closing import Closing
+from rlfleet.control.rounds.drops import drop_unwanted
 from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.orphan import StatusOf
@@ -30,7 +32,7 @@ from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
-from rlfleet.plan.rounds import TERMINAL, RoundPlan
+from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan
 from rlfleet.plan.verdicts import Entry, Verdict, enter
 
 if TYPE_CHECKING:
@@ -267,7 +269,9 @@ class Executor:
         sync = self.ledger.spec["sync"]
         mode = wanted_mode(sync)
         deadline = self.deadline("pausedSeconds", "pausedAt")
-        members = [m.engine for m in transfer.plan.members if m.engine in self.fleet.engines]
+        # Who is to go by now is dropped: it is closed while the others load.
+        await self.fleet.read_pods()
+        members = [m.engine for m in transfer.plan.members if self._takes_part(m)]
         results: dict[str, Ended] = {}
         if leaves_routers(mode):
             # Requests must not wait in front of an engine that drains or aborts: it leaves the routers first, and one
@@ -309,6 +313,10 @@ class Executor:
             return False
         return True
 
+    def _takes_part(self, m: Member) -> bool:
+        engine = self.fleet.engines.get(m.engine)
+        return engine is not None and engine.pod_uid == m.pod_uid and not engine.unwanted
+
     def load_deadline(self) -> float:
         """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""
         budget = int(self.ledger.spec["sync"]["deadlines"]["pausedSeconds"])
@@ -319,8 +327,8 @@ class Executor:
         started = self.ctx.clock.monotonic()
         await self.phase("Transferring", Reason.TRANSFERRING, f"{len(transfer.plan.members)} engines load")
         deadline = self.deadline("pausedSeconds", "pausedAt")
-        members = [m for m in transfer.plan.members if transfer.staged(m)]
-        await transfer.load(members, deadline=self.load_deadline())
+        members = [m for m in transfer.plan.members if transfer.staged(m) and self._takes_part(m)]
+        await asyncio.gather(transfer.load(members, deadline=self.load_deadline()), drop_unwanted(self))
         started = self.lap("transferMs", started)
         await self.finish_loads(transfer, deadline=deadline, known={}, started=started)
         await closing.hold_or_commit(transfer)

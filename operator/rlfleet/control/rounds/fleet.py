@@ -20,7 +20,8 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent, fan_out
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
-from rlfleet.kube.resources import PODS
+from rlfleet.kube.resources import ENGINEPOOLS, PODS
+from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.rounds import Engine
 
@@ -87,6 +88,12 @@ def is_owned(pod: Mapping[str, Any]) -> bool:
     )
 
 
+def _owner(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
+    """``pool`` is the very pool that made the pod, not a later one of its name."""
+    uid = pool["metadata"]["uid"] if pool is not None else None
+    return any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or [])
+
+
 def engine_of(pod: Mapping[str, Any]) -> Engine:
     """An engine pod as the planner sees it, before its gate was asked."""
     meta = pod["metadata"]
@@ -135,29 +142,43 @@ class Fleet:
     pipeline_uid: str
     engines: dict[str, Engine] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
+    pods: dict[str, Obj] = field(default_factory=dict)
+    pools: dict[str, Obj] = field(default_factory=dict)
 
     async def read_pods(self) -> None:
-        """List the engine pods live; statuses already known stay with the same pod UID."""
-        listed = await self.ctx.kube.at(Priority.ROUND).list(
-            PODS,
-            self.namespace,
-            label_selector=f"{labels.PIPELINE}={self.pipeline},{labels.POOL}",
-            timeout=self.ctx.settings.api_timeout,
+        """List the engine pods and their pools live; statuses already known stay with the same pod UID."""
+        kube = self.ctx.kube.at(Priority.ROUND)
+        listed, pools = await asyncio.gather(
+            kube.list(
+                PODS,
+                self.namespace,
+                label_selector=f"{labels.PIPELINE}={self.pipeline},{labels.POOL}",
+                timeout=self.ctx.settings.api_timeout,
+            ),
+            kube.list(ENGINEPOOLS, self.namespace, timeout=self.ctx.settings.api_timeout),
         )
+        self.pools = {p["metadata"]["name"]: p for p in pools.items}
         known = {e.pod_uid: e.status for e in self.engines.values()}
         self.engines = {}
         self.peers = {}
+        self.pods = {}
         for pod in listed.items:
             if not is_owned(pod):
                 continue
             engine = engine_of(pod)
+            pool = self.pools.get(engine.pool)
+            engine = replace(engine, unwanted=is_unwanted(pod, pool if _owner(pod, pool) else None))
+            self.pods[engine.name] = pod
             self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
             peer = gate_peer(pod)
             if peer is not None and not engine.gone:
                 self.peers[engine.name] = peer
+        self.ctx.gates.forget(self.pipeline_uid, {e.pod_uid for e in self.engines.values()})
 
     def take(self, name: str, status: wire.GateStatus | None, refusal: str = "") -> None:
         """Remember what a gate said of itself (None: nothing, or that it refuses us)."""
+        if status is not None:
+            self.ctx.gates.answered(self.pipeline_uid, status)
         self.engines[name] = replace(self.engines[name], status=status, refusal=refusal)
 
     def live(self) -> list[str]:
@@ -251,10 +272,13 @@ class Fleet:
         op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
         pause = 0.05
         record: wire.OperationRecord | None = None
+        opens, lost = isinstance(order, wire.ResumeOrder | wire.OpenOrder), False
         while True:
             left = deadline - self.ctx.clock.monotonic()
             try:
                 if record is None:
+                    if opens:
+                        self.ctx.gates.sent(peer.pod_uid, op_id, caller.generation)
                     record = await self.ctx.peers.gate_start(
                         peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
                     )
@@ -263,12 +287,17 @@ class Fleet:
                         return record
                     record = await self.ctx.peers.operation(peer, caller, op_id, wait=min(left, POLL_SECONDS))
                 if record.state is not wire.OperationState.RUNNING:
+                    if opens and record.state is not wire.OperationState.UNKNOWN:
+                        self.ctx.gates.ended(peer.pod_uid, op_id)
                     return record
                 continue
             except Refused as e:
+                if opens and record is None and not lost:
+                    self.ctx.gates.ended(peer.pod_uid, op_id)  # it never began
                 if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
                     raise
             except Silent:
+                lost = True
                 # A pod that is gone never answers: nobody waits for it while all others are paused.
                 if left <= 0 or await self._vanished(peer):
                     raise

@@ -156,7 +156,8 @@ class Ledger:
         ``above``: the highest generation that any gate or sender showed. A conflict is re-read: if somebody else's
         operation appeared, the caller must decide anew (Conflict is raised); our own lost answer counts as success.
         """
-        fence = next_fence(self._fence(), above, self.ctx.kube.last_date_ms)
+        held = self._fence()
+        fence = next_fence(held, above, self.ctx.kube.last_date_ms)
         active = {**operation, "generation": fence, "holder": self.holder}
         before = self.status.get("activeOperation") or {}
         again = before.get("uid") == active["uid"] or bool(self.round_status.get("lease"))
@@ -179,6 +180,7 @@ class Ledger:
         except Conflict:
             await self._claim_lost(asked)
             raise
+        self.ctx.gates.claimed(self.uid, before=held, now=fence)
         self.generation = fence
         self._unsaid = [row(asked, Applied(), rfc3339(self.ctx.now_ms()))]
 

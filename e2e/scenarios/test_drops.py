@@ -1,0 +1,43 @@
+"""A pool that shrinks while a round owns its engines: dropped before weights move, or instead of being reopened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.scenarios.kit import Fleet, wait_until
+from e2e.scenarios.test_rounds import serialized_fleet
+
+pytestmark = pytest.mark.cluster
+
+DISK = "update_weights_from_disk"
+
+
+def goes(fleet: Fleet, pod: dict[str, Any]) -> bool:
+    """The pod is gone or on its way out, at this moment."""
+    now = [p for p in fleet.engines() if p["metadata"]["uid"] == pod["metadata"]["uid"]]
+    return not now or "deletionTimestamp" in now[0]["metadata"]
+
+
+@pytest.mark.parametrize("phase", ["Staging", pytest.param("Transferring", marks=pytest.mark.slow)])
+def test_a_shrink_takes_effect_within_the_round_that_it_meets(fleet: Fleet, phase: str) -> None:
+    deadlines = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
+    # Nobody may be missing: an intended drop does not count.
+    pods = serialized_fleet(fleet, 2, sync={"deadlines": deadlines, "maxUnavailable": 0})
+    stays, leaves = pods
+    if phase == "Transferring":
+        for pod in pods:
+            fleet.fault(pod, DISK, action="delay", seconds=3, times=1, when="before")
+    fleet.publish(1, bulk=256 if phase == "Staging" else 0)
+    name = fleet.order(1)
+    wait_until(lambda: fleet.phase(name) == phase, phase, every=0.01)
+    fleet.cluster.kubectl("scale", "epool/e", "--replicas=1", "-n", fleet.namespace)
+    done = fleet.ended(name)
+    # The slot was not free for a moment: rounds that follow each other at once can not starve a shrink.
+    assert goes(fleet, leaves), "the round has ended and has not removed the engine"
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    results = {m["engine"]: m["result"] for m in done["status"]["members"]}
+    assert results == {stays["metadata"]["name"]: "Ok", leaves["metadata"]["name"]: "Dropped"}
+    assert (fleet.label(stays), fleet.paused(stays)) == ("1", False)
+    assert fleet.ready_engines(1)[0]["metadata"]["uid"] == stays["metadata"]["uid"]

@@ -1,0 +1,41 @@
+"""Engines that are to go, by a shrink or with their pool, seen from a round that owns them (DESIGN 5, One owner).
+
+Invariant: a wish is read from the pool's spec, live; a round drops whom it concerns before weights move, or closes it
+instead of reopening it, and then removes its pod, so that rounds that follow each other at once never starve a shrink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlfleet.api import labels
+from rlfleet.plan.rounds import Engine
+
+
+def is_unwanted(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
+    """The pod's index is beyond what its pool wants, or the pool goes. ``pool`` None: it is gone, with all its pods."""
+    if pool is None or "deletionTimestamp" in pool["metadata"]:
+        return True
+    try:
+        index = int((pod["metadata"].get("labels") or {}).get(labels.ENGINE_INDEX, ""))
+    except ValueError:
+        return False  # a label that somebody wrote over says nothing about the pool's wish
+    return index >= int(pool["spec"].get("replicas", 1))
+
+
+def removable(e: Engine) -> bool:
+    """A round that owns it may delete the pod of an unwanted engine: it is proven closed, and ours.
+
+    Closed: paused, and read back to be in no router, so no request is lost that was not given up before.
+    """
+    return (
+        e.unwanted
+        and e.owned
+        and not e.gone
+        and not e.leaving
+        and e.status is not None
+        and not e.status.in_flight
+        and e.status.engine.paused is True
+        and all(v is False for v in e.status.routed.values())
+    )

@@ -1,0 +1,40 @@
+"""When a silent gate may be left out of "everyone is fenced before the commit" (DESIGN section 5).
+
+Invariant: nobody can reach its engine, which may hold other weights than those that are committed. That takes all of:
+it is in no router, read back; nothing that is still on its way can open it again (this process alone has driven the
+pipeline since that gate last answered, and has no open or resume there without an end); and there is no other door, so
+never in a pool without routers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """What is known of one gate that does not answer."""
+
+    led_since: int | None
+    """Generation of this process's first claim after which nobody else claimed the pipeline; None: not the owner."""
+    answered: int | None
+    """Generation that the gate showed when it last answered this process; None: it never has."""
+    unanswered: bool
+    """This process sent it an open or a resume whose end it has not seen."""
+    routers: int
+    """Routers that its pool names; gone ones count."""
+    removed: bool
+    """Every one of them that runs was read back without the engine's address."""
+
+
+def may_be_asked_to_leave(s: Silence) -> bool:
+    """Whether removal from the routers could suffice; if not, it is not even tried: the engine may go on serving."""
+    if s.led_since is None or s.answered is None:
+        return False
+    # With our generation stored, whatever an earlier owner still has on its way to the gate is refused there.
+    return s.answered >= s.led_since and not s.unanswered and s.routers > 0
+
+
+def removal_suffices(s: Silence) -> bool:
+    """The silent gate's engine counts as closed."""
+    return may_be_asked_to_leave(s) and s.removed
