@@ -66,7 +66,19 @@ def state(**changes: Any) -> dict[str, tuple[str, str]]:
         ({"facts": FleetFacts(2, 1, (), ("a",))}, "Ready", ("Unknown", "GatesUnreachable")),
         ({"facts": FleetFacts(2, 1, (), ("a",))}, "Degraded", ("True", "GatesUnreachable")),
         ({}, "Degraded", ("False", "AsExpected")),
-        ({"trouble": (Reason.ROUTING_DEGRADED, "x")}, "Degraded", ("True", "RoutingDegraded")),
+        # Degraded as long as an engine is not routed, and Ready meanwhile never; mended, it is over.
+        (
+            {"trouble": (Reason.ROUTING_DEGRADED, "x"), "facts": FleetFacts(2, 1, ("a",), ())},
+            "Degraded",
+            ("True", "RoutingDegraded"),
+        ),
+        (
+            {"trouble": (Reason.ROUTING_DEGRADED, "x"), "facts": FleetFacts(2, 1, ("a",), ())},
+            "Ready",
+            ("False", "EnginesNotActive"),
+        ),
+        ({"trouble": (Reason.ROUTING_DEGRADED, "x")}, "Degraded", ("False", "AsExpected")),
+        ({"trouble": (Reason.TRANSFER_FAILED, "x")}, "Degraded", ("True", "TransferFailed")),
         ({}, "Progressing", ("False", "Idle")),
         ({"working": (Reason.SENDER_NOT_READY, "x")}, "Progressing", ("True", "SenderNotReady")),
         ({}, "SenderReady", ("True", "SenderReady")),

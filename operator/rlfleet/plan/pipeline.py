@@ -109,6 +109,8 @@ def conditions(
         nonlocal out
         out = set_condition(out, kind, ConditionStatus.of(value), reason, message, generation, now)
 
+    if trouble is not None and trouble[0] is Reason.ROUTING_DEGRADED and facts.active == facts.total:
+        trouble = None  # the version is committed, and what could not be reopened has been mended since
     ready, reason, message = sender_ready(sender, sender_problem)
     put(PipelineCondition.SENDER_READY, ready, reason, message)
     put(PipelineCondition.TOPOLOGY_VALID, *topology)
