@@ -10,7 +10,7 @@ from rlfleet.api.wire import OperationState, Transport
 from rlfleet.plan.drops import is_unwanted, removable
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
-from rlfleet.plan.verdicts import Next, Verdict, abort, conclude, verdict
+from rlfleet.plan.verdicts import Next, Verdict, abort, conclude, reopening, verdict
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, sender
 
 POOL: dict[str, Any] = {"metadata": {"name": "pool", "uid": "pool-uid"}, "spec": {"replicas": 2}}
@@ -61,6 +61,17 @@ def test_nobody_who_is_to_go_is_frozen_or_counted_as_silent() -> None:
     )
     assert isinstance(plan, RoundPlan)
     assert ([m.engine for m in plan.members], plan.silent) == (["a"], ())
+
+
+def test_a_whole_member_that_is_to_go_stays_closed_instead_of_reopening() -> None:
+    whole = gate(holds=(1, DIGEST_A), paused=True)
+    engines = {"a": engine("a", whole), "b": engine("b", whole, unwanted=True), "c": engine("c", None, unwanted=True)}
+    verdicts = {"a": Verdict.WHOLE, "b": Verdict.WHOLE, "c": Verdict.DROPPED}
+    doors = reopening(verdicts, engines)
+    assert (doors.resume, doors.close, doors.dropped) == (("a",), ("b",), ("b",))
+    # One whose gate answers is taken out of the routers; a silent one is left to the fence, nobody waits for it.
+    engines["c"] = engine("c", gate(), unwanted=True)
+    assert reopening(verdicts, engines).close == ("c", "b")
 
 
 def test_an_abort_does_not_resume_who_is_to_go() -> None:

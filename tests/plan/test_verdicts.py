@@ -287,5 +287,5 @@ def test_reopening_names_who_is_missing() -> None:
     fleet = {n: engine(n, gate(routed={"r": True})) for n in (*verdicts, "f")}
     doors = reopening(verdicts, fleet)
     assert doors.resume == ("a",)
-    assert doors.close == ("c", "f")
+    assert doors.close == ("c", "e", "f")
     assert doors.missing == ("b", "c")

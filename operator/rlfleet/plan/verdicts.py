@@ -262,12 +262,16 @@ def enter(phase: str, *, committed: bool, planned: bool, refused: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Reopening:
-    """After the commit: who serves the target from now on, and who is taken out of the routers."""
+    """After the commit: who serves the target from now on, and who is taken out of the routers.
+
+    ``dropped``: of those that are closed, the whole members that are to go.
+    """
 
     resume: tuple[str, ...]
     close: tuple[str, ...]
     missing: tuple[str, ...]
     """Members that live and are not whole now: more than ``maxUnavailable`` of them are no success."""
+    dropped: tuple[str, ...] = ()
 
 
 def routed(engine: Engine) -> bool:
@@ -276,12 +280,18 @@ def routed(engine: Engine) -> bool:
 
 
 def reopening(verdicts: Mapping[str, Verdict], engines: Mapping[str, Engine]) -> Reopening:
-    """Only whole members resume; members that are something else, and others that a router lists, are closed."""
-    resume = tuple(name for name, v in verdicts.items() if v is Verdict.WHOLE)
-    close = [name for name, v in verdicts.items() if v in (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)]
+    """Only whole members resume; members that are something else, and others that a router lists, are closed.
+
+    A whole member that is to go by now is dropped instead of being reopened.
+    """
+    whole = [name for name, v in verdicts.items() if v is Verdict.WHOLE]
+    dropped = tuple(name for name in whole if name in engines and engines[name].dropped)
+    stay = (Verdict.UNTOUCHED, Verdict.POISONED, Verdict.LOADED)
+    close = [name for name, v in verdicts.items() if v in stay]
+    close += [n for n, v in verdicts.items() if v is Verdict.DROPPED and n in engines and engines[n].status is not None]
     close += [name for name, e in engines.items() if name not in verdicts and routed(e) and not e.gone]
     missing = tuple(n for n, v in verdicts.items() if v not in (Verdict.WHOLE, Verdict.LOST, Verdict.DROPPED))
-    return Reopening(resume, tuple(close), missing)
+    return Reopening(tuple(n for n in whole if n not in dropped), (*close, *dropped), missing, dropped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,10 @@ class Closing(Ending):
         """Resume the whole members, add routes where they lack, close the others; then settle."""
         started = self.ctx.clock.monotonic()
         deadline = started + REOPEN_SECONDS
+        await self.fleet.read_pods()  # who is to go by now stays closed
         verdicts = transfer.verdicts()
         doors = reopening(verdicts, self.fleet.engines)
+        verdicts |= dict.fromkeys(doors.dropped, Verdict.DROPPED)
         whole = doors.resume
         resume = wire.ResumeOrder(version=transfer.target.version, manifest_digest=transfer.target.manifest_digest)
         resumed, _ = await asyncio.gather(
