@@ -82,6 +82,8 @@ class Journal:
         self._number = 0
         self._kinds: dict[str, str] = {}
         self.calls: list[Call] = []
+        #: Writes that the apiserver answered since the last reset; Events and leases apart.
+        self.written = 0
         self.observers: list[Callable[[Call], None]] = []
         self.addresses: dict[str, Address] = {}
 
@@ -90,6 +92,7 @@ class Journal:
         with self._lock:
             self._seen.clear()
             self.calls = []
+            self.written = 0
 
     def begin_api(self, who: str, method: str, path: str, query: Mapping[str, str], body: Any) -> Call:
         """A call to the apiserver."""
@@ -159,6 +162,9 @@ class Journal:
     def end(self, call: Call) -> None:
         """The call is over, however it went."""
         call.ended = time.monotonic()
+        if call.lane == "api" and call.counted and call.status is not None:
+            with self._lock:
+                self.written += 1
         for observer in self.observers:
             observer(call)
 
