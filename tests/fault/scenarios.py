@@ -64,6 +64,19 @@ def plain_round(stand: Stand) -> None:
     stand.wait_steady("the fleet to be steady after a plain round")
 
 
+def everybody_serves(stand: Stand, count: int = 0) -> bool:
+    """The pool has its engines, all of them ready and active, and nothing is claimed."""
+    count = count or stand.engines
+    status = stand.fleet.status("enginepool", "e")
+    pods = stand.fleet.engines()
+    return (
+        int((status.get("counts") or {}).get("active") or 0) == count == len(pods)
+        and status.get("readyReplicas") == count
+        and not any("deletionTimestamp" in p["metadata"] for p in pods)
+        and not stand.fleet.status("rlpipeline", "p").get("activeOperation")
+    )
+
+
 def fleet_state(stand: Stand) -> State:
     """Engines, pools and pipeline as they relate to what is committed."""
     fleet = stand.fleet
@@ -146,12 +159,8 @@ class Round(Scenario):
             and not self.fleet.status("rlpipeline", "p").get("activeOperation")
         )
 
-    def ready(self) -> int:
-        """Ready engine pods."""
-        return int(self.fleet.status("enginepool", "e").get("readyReplicas") or 0)
-
     def over(self) -> bool:
-        return self.ended() and self.ready() == self.stand.engines
+        return self.ended() and everybody_serves(self.stand)
 
     def end_state(self) -> State:
         status = self.fleet.status("syncround", self.round)
@@ -184,7 +193,7 @@ class Mixed(Round):
 
 
 class Poisoned(Round):
-    """The load of one engine fails; it is replaced."""
+    """The load of one engine fails; it is replaced, and the new one is brought to the committed version."""
 
     name = "poisoned-engine"
     stand_options: ClassVar[State] = {"engines": 3}
@@ -201,11 +210,11 @@ class Poisoned(Round):
 
     def over(self) -> bool:
         replaced = self.victim not in {p["metadata"]["uid"] for p in self.fleet.engines()}
-        return self.ended() and replaced and self.ready() == self.stand.engines
+        return replaced and super().over()
 
 
 class Holding(Round):
-    """One gate is frozen until the round is in Holding."""
+    """One gate is frozen until the round is in Holding; its engine missed the round, and catches up."""
 
     name = "holding"
 
@@ -244,7 +253,7 @@ class Takeover(Round):
 
 
 class ScaleUp(Scenario):
-    """A pool grows from one engine to three, and the next round takes the new ones along."""
+    """A pool grows from one engine to three; the new ones catch up."""
 
     name = "scale-up"
     stand_options: ClassVar[State] = {"engines": 1}
@@ -273,10 +282,25 @@ class ScaleUp(Scenario):
         self.scale(3)
 
     def over(self) -> bool:
-        status = self.fleet.status("enginepool", "e")
-        counts = status.get("counts") or {}
-        settled = int(counts.get("loading") or 0) + int(counts.get("active") or 0) == self.wanted
-        return settled and status.get("readyReplicas") == self.wanted == len(self.fleet.engines())
+        return everybody_serves(self.stand, self.wanted)
+
+
+class CatchUp(Scenario):
+    """An engine's pod vanishes; its successor catches up."""
+
+    name = "catch-up"
+
+    def begin(self, arm: Arm) -> None:
+        victim = self.fleet.engines()[0]["metadata"]
+        self.victim = victim["uid"]
+        arm()
+        self.fleet.cluster.kubectl(
+            "delete", "pod", victim["name"], "-n", self.fleet.namespace, "--force", "--grace-period=0"
+        )
+
+    def over(self) -> bool:
+        pods = {p["metadata"]["uid"] for p in self.fleet.engines()}
+        return self.victim not in pods and everybody_serves(self.stand)
 
 
 class Deletion(Scenario):
@@ -322,4 +346,4 @@ def _is_trainer(pod: State) -> bool:
     return (pod["metadata"].get("labels") or {}).get("app") == "trainer"
 
 
-SCENARIOS: tuple[type[Scenario], ...] = (Round, Takeover, Poisoned, Holding, ScaleUp, Deletion, Mixed)
+SCENARIOS: tuple[type[Scenario], ...] = (Round, Takeover, CatchUp, Poisoned, Holding, ScaleUp, Deletion, Mixed)

@@ -49,9 +49,7 @@ HISTORY = 5
 MOST_OBJECTS = 2 + HISTORY + 2
 SIZES = (2, 3, 4)
 #: Faults after which an operator process ends, or may.
-_ENDS_OPERATORS = frozenset(
-    {"kill operator", "freeze operator", "kill apiserver", "kill etcd", "apiserver outage"}
-)
+_ENDS_OPERATORS = frozenset({"kill operator", "freeze operator", "kill apiserver", "kill etcd", "apiserver outage"})
 
 
 @dataclass
