@@ -100,6 +100,12 @@ def delete_pipeline_in(fleet: Fleet, phase: str, mode: str) -> None:
             wait_until(
                 lambda: reason(fleet.get("enginepool", "e"), "Ready") == "PipelineDeleting", "the pool to say so"
             )
+            if mode == "background":
+                late = fleet.order(2)
+                wait_until(lambda: fleet.phase(late) == "Cancelled", "a late round to be refused")
+                failure = fleet.status("syncround", late)["failure"]
+                assert failure["reason"] == "PipelineDeleting"
+                assert "create it again" in failure["message"]
     wait_until(lambda: not left(fleet, "rlpipelines"), "the pipeline to be gone")
     # It waited for its engines; orphaned rounds stay, ended, as orphaned objects do.
     assert closed(fleet, pods)
@@ -116,7 +122,7 @@ ENDED = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
 
 
 def test_a_pipeline_deleted_in_holding_closes_its_engines_first(fleet: Fleet) -> None:
-    delete_pipeline_in(fleet, "Holding", "foreground")
+    delete_pipeline_in(fleet, "Holding", "background")
 
 
 def test_a_pool_deleted_in_a_round_leaves_no_router_entry_and_no_pod(fleet: Fleet) -> None:

@@ -64,8 +64,8 @@ def test_a_pipeline_made_anew_takes_over_the_closed_engines_of_the_old_one(fleet
     pods = serialized_fleet(fleet, 2, sync=SYNC)
     old = fleet.get("rlpipeline", "p")
     base = left(fleet, "syncrounds")
-    # Two changes of the fence within one second leave it ahead of the clock, for the new one to come out above it.
-    delete(fleet, "rlpipeline/p")
+    delete(fleet, "rlpipeline/p", mode="foreground")
+    assert left(fleet, "syncrounds") == [], "foreground: its rounds went first"
     assert closed(fleet, pods)
     fleet.pipeline(sync=SYNC)
     new = fleet.get("rlpipeline", "p")
