@@ -149,7 +149,7 @@ class PoolReconciler:
             pods=tuple(facts),
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
             foreign=self._foreign(pool),
-            may_create=valid and pipeline is not None and not is_deleting(pipeline),
+            may_create=valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending,
             may_remove=not status.get("activeOperation"),
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
             held_back=frozenset(memory.held_back(now)),

@@ -56,6 +56,8 @@ class PoolMemory:
     """UIDs whose addresses are looked for in the routers again, now that their pods are gone."""
     bumps: dict[int, int] = field(default_factory=dict)
     create_failures: int = 0
+    namespace_ending: bool = False
+    """The apiserver makes no pods any more, because it is deleting the namespace; that is final."""
     status_at: float | None = None
 
     def see(self, facts: Iterable[PodFact], now: float) -> tuple[list[PodFact], list[PodFact]]:

@@ -66,7 +66,8 @@ async def create_pods(ctx: Context, pool: Obj, actions: Sequence[Create], memory
             out.retry = True
             hard = next((e for e in errors if isinstance(e, Invalid | Forbidden)), None)
             if isinstance(hard, Forbidden) and hard.namespace_terminating:
-                log.debug("pool %s: no pods are made, its namespace is being deleted", pool["metadata"]["name"])
+                memory.namespace_ending = True
+                log.info("pool %s: no pods are made, its namespace is being deleted", pool["metadata"]["name"])
             elif hard is not None:
                 out.problems.append(Problem(Reason.POD_CREATE_FAILED, f"pod not created: {hard.message[:500]}"))
             else:

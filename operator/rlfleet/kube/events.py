@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 EventType = Literal["Normal", "Warning"]
 
+#: Seconds for which no event is written to a namespace that was found to be in deletion.
+NAMESPACE_SECONDS = 60.0
+
 
 @dataclass(slots=True)
 class _Bucket:
@@ -60,6 +63,7 @@ class EventRecorder:
         self._wake = asyncio.Event()
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._ending: OrderedDict[str, float] = OrderedDict()
         self.dropped = 0
 
     @property
@@ -76,6 +80,10 @@ class EventRecorder:
         same = hashlib.sha256("\0".join([uid, type_, reason, note]).encode()).hexdigest()
         last = self._seen.get(same)
         if last is not None and now - last < self._repeat:
+            return
+        ending = self._ending.get(metadata.get("namespace") or "default")
+        if ending is not None and now - ending < NAMESPACE_SECONDS:
+            self.dropped += 1
             return
         if not self._allow(uid, now) or len(self._pending) >= self._backlog:
             self.dropped += 1
