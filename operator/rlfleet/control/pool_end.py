@@ -25,7 +25,7 @@ from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS
-from rlfleet.plan.deletion import holds_up, pool_waits_for
+from rlfleet.plan.deletion import holds_up, pool_waits_for, uses_engines
 from rlfleet.plan.lifecycle import PodFact, pod_fact
 from rlfleet.plan.pool import Delete
 
@@ -49,9 +49,8 @@ async def finalize(
     late = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
     memory.see(facts, ctx.clock.monotonic())
     active = ((pipeline or {}).get("status") or {}).get("activeOperation")
-    wait = pool_waits_for(active, tuple(f.name for f in facts), ())
-    if active and facts and wait and not late:
-        await _say(ctx, pool, wait)
+    if facts and uses_engines(active) and not late:
+        await _say(ctx, pool, pool_waits_for(active, tuple(f.name for f in facts), ()))
         return After(ctx.settings.boot_poll_seconds)
 
     out = pool_pods.Outcome()

@@ -53,13 +53,19 @@ def overdue(obj: Mapping[str, Any], finalizer: str, *, now_ms: int) -> bool:
     return holds_up(obj, finalizer) and seconds_left(obj, now_ms=now_ms) <= 0
 
 
+def uses_engines(active: Mapping[str, Any] | None) -> bool:
+    """A round owns the slot. Other work there takes engines out of service anyway, or can be done without them."""
+    return active is not None and active.get("kind") in _ROUNDS
+
+
 def pool_waits_for(active: Mapping[str, Any] | None, pods: Sequence[str], routers: Sequence[str]) -> str:
     """What a pool that is being deleted waits for, in words; empty: nothing.
 
     A round that may use its engines ends first: an engine that is taken out of a transfer under way can cost the whole
     round. Other work in the slot does not hold a pool up. ``routers``: what went wrong at routers.
     """
-    if active and active.get("kind") in _ROUNDS and pods:
+    if pods and uses_engines(active):
+        assert active is not None
         return f"waits for round {active['name']}, which may use its engines"
     if routers:
         return f"waits for its engines to leave the routers: {routers[0]}"[:900]
@@ -113,7 +119,7 @@ def waits_for(
     rounds: Iterable[Mapping[str, Any]], active: Mapping[str, Any] | None, engines: Iterable[StillOpen]
 ) -> str:
     """What a pipeline that is being deleted waits for, in words; empty: nothing of ours."""
-    if active and active.get("kind") in _ROUNDS:
+    if active and uses_engines(active):
         phase = next(
             (
                 str((r.get("status") or {}).get("phase") or "Pending")
