@@ -115,3 +115,12 @@ def test_an_unchanged_world_changes_no_condition() -> None:
     }
     first = conditions([], now="2026-01-01T00:00:00Z", **fields)
     assert conditions(first, now="2026-01-02T00:00:00Z", **fields) == first
+
+
+def test_a_lost_record_is_told_from_one_that_never_was() -> None:
+    lost = state(committed=None, facts=FleetFacts(2, 0, ("a", "b"), (), unrecorded=("a", "b")))
+    assert lost["Ready"] == ("False", "CommittedUnknown")
+    assert lost["Degraded"] == ("True", "CommittedUnknown")
+    never = state(committed=None, facts=FleetFacts(2, 0, ("a", "b"), ()))
+    assert never["Ready"] == ("False", "NothingCommitted")
+    assert never["Degraded"] == ("False", "AsExpected")

@@ -165,3 +165,30 @@ def test_any_observation_gives_a_status_that_the_schema_takes(rows: list[Row], r
     parsed = EnginePoolStatus.model_validate(built)
     assert len(parsed.engines) <= 64
     assert len(built["conditions"]) == 6
+
+
+def test_a_pool_whose_pipeline_is_being_deleted_says_so_with_what_to_do() -> None:
+    found = status(row(0), pipeline_deleting=True)
+    assert condition(found, "Ready") == ("False", "PipelineDeleting")
+    assert condition(found, "Progressing") == ("False", "PipelineDeleting")
+    assert condition(found, "Degraded") == ("True", "PipelineDeleting")
+    said = next(c["message"] for c in found["conditions"] if c["type"] == "Ready")
+    assert "delete this pool" in said
+
+
+def test_engines_that_serve_without_a_record_are_open_and_not_ready() -> None:
+    def lost(index: int, **changes: Any) -> Row:
+        found = gate(routed={"r": True}, **changes)
+        pod = fact(index)
+        return Row(pod, derive(pod, found, committed=None, routers=R, previous=S.ACTIVE), found, True)
+
+    found = status(lost(0), lost(1), committed=None)
+    assert condition(found, "Ready") == ("False", "CommittedUnknown")
+    assert condition(found, "AdmissionOpen") == ("True", "EnginesOpen")
+    assert condition(found, "VersionConsistent") == ("True", "VersionsAgree")
+    assert "CommittedUnknown" in found["engines"][0]["failure"]
+    differ = status(lost(0), lost(1, holds=(13, OLD_DIGEST)), committed=None)
+    assert condition(differ, "VersionConsistent") == ("False", "VersionsDiffer")
+    closed = status(lost(0, paused=True), committed=None)
+    assert condition(closed, "AdmissionOpen") == ("False", "EnginesClosed")
+    assert condition(closed, "Ready") == ("False", "NothingCommitted")

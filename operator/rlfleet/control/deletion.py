@@ -216,7 +216,12 @@ async def _close_once(ctx: Context, ledger: Ledger, work: Outside) -> str:
     # First out of the routers, so that no new request waits inside an engine that nobody will resume.
     await work.order("Close", answers, wire.CloseOrder(), deadline=deadline)
     pause = [n for n in answers if not work.paused(n)]
-    await work.order("Pause", pause, wire.PauseOrder(mode=wire.PauseMode.ABORT, drain_seconds=0), deadline=deadline)
+    await work.order(
+        "Pause",
+        pause,
+        wire.PauseOrder(mode=wire.PauseMode.ABORT, drain_seconds=0, budget_seconds=ORDER_SECONDS),
+        deadline=deadline,
+    )
     staged = [n for n, e in work.fleet.engines.items() if e.status is not None and e.status.staged is not None]
     await work.order("Discard", staged, wire.DiscardOrder(), deadline=deadline)
     await work.fleet.read_pods()
