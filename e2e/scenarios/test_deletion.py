@@ -89,23 +89,6 @@ def delete_pipeline_in(fleet: Fleet, phase: str, mode: str) -> None:
     pods = serialized_fleet(fleet, 2, sync=SYNC)
     with round_in(fleet, phase, pods):
         delete(fleet, "rlpipeline/p", mode=mode, wait="--wait=false")
-        if phase == "Holding":
-            # The engine that does not answer may serve: the pipeline says so and waits.
-            said = wait_until(
-                lambda: next((m for m in [message(fleet.get("rlpipeline", "p"), "Progressing")] if "closed:" in m), ""),
-                "the pipeline to say what it waits for",
-            )
-            assert pods[0]["metadata"]["name"] in said
-            assert reason(fleet.get("rlpipeline", "p"), "Progressing") == "Terminating"
-            wait_until(
-                lambda: reason(fleet.get("enginepool", "e"), "Ready") == "PipelineDeleting", "the pool to say so"
-            )
-            if mode == "background":
-                late = fleet.order(2)
-                wait_until(lambda: fleet.phase(late) == "Cancelled", "a late round to be refused")
-                failure = fleet.status("syncround", late)["failure"]
-                assert failure["reason"] == "PipelineDeleting"
-                assert "create it again" in failure["message"]
     wait_until(lambda: not left(fleet, "rlpipelines"), "the pipeline to be gone")
     # It waited for its engines; orphaned rounds stay, ended, as orphaned objects do.
     assert closed(fleet, pods)
@@ -121,8 +104,28 @@ def delete_pipeline_in(fleet: Fleet, phase: str, mode: str) -> None:
 ENDED = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
 
 
-def test_a_pipeline_deleted_in_holding_closes_its_engines_first(fleet: Fleet) -> None:
-    delete_pipeline_in(fleet, "Holding", "background")
+def test_a_pipeline_waits_for_engines_that_do_not_close_and_says_so(fleet: Fleet, cluster: LocalCluster) -> None:
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    stuck = str(pods[0]["metadata"]["name"])
+    cluster.hollow.freeze(fleet.namespace, stuck, "engine")
+    try:
+        delete(fleet, "rlpipeline/p", wait="--wait=false")
+        wait_until(lambda: f"closed: {stuck}" in message(fleet.get("rlpipeline", "p"), "Progressing"), "it to say why")
+        assert reason(fleet.get("rlpipeline", "p"), "Progressing") == "Terminating"
+        assert fleet.paused(pods[1]), "the others are closed meanwhile"
+        wait_until(lambda: reason(fleet.get("enginepool", "e"), "Ready") == "PipelineDeleting", "the pool to say so")
+        late = fleet.order(2)
+        wait_until(lambda: fleet.phase(late) == "Cancelled", "a late round to be refused")
+        failure = fleet.status("syncround", late)["failure"]
+        assert failure["reason"] == "PipelineDeleting"
+        assert "create it again" in failure["message"]
+    finally:
+        cluster.hollow.thaw(fleet.namespace, stuck, "engine")
+    wait_until(lambda: not left(fleet, "rlpipelines"), "the pipeline to be gone")
+    assert closed(fleet, pods)
+    wait_until(lambda: not left(fleet, "syncrounds"), "its rounds to be gone")
+    assert held_by_us(fleet) == ["enginepools/e"]
+    wait_until(lambda: reason(fleet.get("enginepool", "e"), "Ready") == "PipelineNotFound", "the pool to say so")
 
 
 def test_a_pool_deleted_in_a_round_leaves_no_router_entry_and_no_pod(fleet: Fleet) -> None:

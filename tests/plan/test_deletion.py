@@ -11,6 +11,7 @@ from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.plan.deletion import (
     CEILING_SECONDS,
     FINALIZERS,
+    belongs,
     holds_up,
     overdue,
     pool_waits_for,
@@ -51,6 +52,15 @@ def test_only_a_deletion_that_we_hold_up_is_ours_to_end() -> None:
     assert not overdue(obj("somebody/else"), labels.ROUND_FINALIZER, now_ms=late)
     assert not overdue(obj(labels.ROUND_FINALIZER, deleted=False), labels.ROUND_FINALIZER, now_ms=late)
     assert holds_up(obj(labels.ROUND_FINALIZER), labels.ROUND_FINALIZER)
+
+
+def test_a_round_of_an_earlier_pipeline_of_the_name_is_not_ours() -> None:
+    def owned(*uids: str) -> dict[str, Any]:
+        return {"metadata": {"name": "r", "ownerReferences": [{"kind": "RLPipeline", "uid": u} for u in uids]}}
+
+    assert belongs(owned("p"), pipeline="p")
+    assert belongs({"metadata": {"name": "by hand"}}, pipeline="p")
+    assert not belongs(owned("earlier"), pipeline="p")
 
 
 def opened(**changes: Any) -> str:

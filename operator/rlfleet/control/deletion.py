@@ -24,7 +24,16 @@ from rlfleet.control.rounds.outside import Outside
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS, Resource
-from rlfleet.plan.deletion import FINALIZERS, holds_up, is_deleting, overdue, seconds_left, still_open, waits_for
+from rlfleet.plan.deletion import (
+    FINALIZERS,
+    belongs,
+    holds_up,
+    is_deleting,
+    overdue,
+    seconds_left,
+    still_open,
+    waits_for,
+)
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -152,12 +161,7 @@ async def end_pipeline(
     open an engine afterwards. Pools outlive their pipeline; their engines stay closed until another pipeline of that
     name takes them over. ``blocked``: why nothing can be claimed; then the ceiling decides.
     """
-    for r in rounds:
-        ledger.round = r
-        if not is_terminal(r):
-            await _refuse(ctx, ledger)
-        await ledger.set_finalizer(False)
-    ledger.round = None
+    await _end_rounds(ctx, ledger, rounds)
     if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
         return Done()  # never claimed: its gates have never opened an engine
     if blocked is not None:
@@ -167,6 +171,22 @@ async def end_pipeline(
         await _close_engines(ctx, ledger, view)
     await release(ctx, RLPIPELINES, ledger.pipeline)
     return Done()
+
+
+async def _end_rounds(ctx: Context, ledger: Ledger, rounds: Iterable[Obj]) -> None:
+    for r in rounds:
+        ledger.round = r
+        if not is_terminal(r):
+            await _refuse(ctx, ledger)
+        await ledger.set_finalizer(False)
+    ledger.round = None
+
+
+async def _late_rounds(ledger: Ledger) -> list[Obj]:
+    """Rounds that were ordered since the deletion began."""
+    listed = await ledger.kube.list(SYNCROUNDS, ledger.namespace, timeout=API_SECONDS)
+    mine = [r for r in listed.items if r["spec"]["pipeline"] == ledger.name and belongs(r, pipeline=ledger.uid)]
+    return [r for r in mine if not is_terminal(r)]
 
 
 async def _refuse(ctx: Context, ledger: Ledger) -> None:
@@ -198,6 +218,7 @@ async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> No
         await view.write_if_changed((Reason.TERMINATING, left), trouble=None)
         await asyncio.sleep(LOOK_SECONDS)
         await ledger.still_ours()
+        await _end_rounds(ctx, ledger, await _late_rounds(ledger))
         if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
             return  # the ceiling was reached
         left = await _close_once(ctx, ledger, work)

@@ -52,7 +52,7 @@ from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.catchup import triage_catch_ups
-from rlfleet.plan.deletion import is_deleting
+from rlfleet.plan.deletion import belongs, is_deleting
 from rlfleet.plan.identity import poisoned_gates, strays, unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, can_join
@@ -101,8 +101,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await bury(ctx, namespace, rounds)
         await _say_no_pipeline(ctx, namespace, name, rounds)
         return Done()
-    await bury(ctx, namespace, [r for r in rounds if not _belongs(r, pipeline)])
-    rounds = [r for r in rounds if _belongs(r, pipeline)]
+    await bury(ctx, namespace, [r for r in rounds if not belongs(r, pipeline=pipeline["metadata"]["uid"])])
+    rounds = [r for r in rounds if belongs(r, pipeline=pipeline["metadata"]["uid"])]
     pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
     expected = sum(int(p["spec"].get("replicas") or 0) for p in pools.items if p["spec"]["pipeline"] == name)
 
@@ -225,13 +225,6 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     if plan.again_ms is not None:
         again = min(again, max(0.1, (plan.again_ms - ctx.now_ms()) / 1000))
     return After(again)
-
-
-def _belongs(r: Obj, pipeline: Obj) -> bool:
-    """A round of an earlier pipeline of the same name is not ours."""
-    owners = r["metadata"].get("ownerReferences") or []
-    mine = pipeline["metadata"]["uid"]
-    return not any(o.get("kind") == "RLPipeline" and o.get("uid") != mine for o in owners)
 
 
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:

@@ -74,6 +74,12 @@ def pool_waits_for(active: Mapping[str, Any] | None, pods: Sequence[str], router
     return ""
 
 
+def belongs(round_: Mapping[str, Any], *, pipeline: str) -> bool:
+    """The round is not one of an earlier pipeline of the same name. ``pipeline``: UID of the present one."""
+    owners = round_["metadata"].get("ownerReferences") or []
+    return not any(o.get("kind") == "RLPipeline" and o.get("uid") != pipeline for o in owners)
+
+
 @dataclass(frozen=True, slots=True)
 class StillOpen:
     """An engine that may serve, and what is known of it. ``answers``: its gate can be given orders."""
