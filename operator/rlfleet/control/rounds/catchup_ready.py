@@ -266,10 +266,7 @@ class CatchUpReady(Executor):
 
     async def _stop(self) -> Stop | None:
         """Cancelled, or somebody is waiting whom a CatchUp must not be in the way of."""
-        await self.ledger.read_round()
-        assert self.ledger.round is not None
-        me = ref_of(self.ledger.round)
-        if me.cancel or me.deleting:
+        if await self.cancelled():
             return Stop("Cancelled", Reason.CANCELLED, "cancelled before weights moved")
         # Looked for anew, not only asked: a trainer that was replaced has another pod.
         await self.sender.find(self.ledger.spec)
