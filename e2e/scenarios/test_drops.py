@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e.scenarios.kit import Fleet, wait_until
+from e2e.scenarios.kit import Fleet, Operator, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 
 pytestmark = pytest.mark.cluster
@@ -21,7 +21,7 @@ def goes(fleet: Fleet, pod: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("phase", ["Staging", pytest.param("Transferring", marks=pytest.mark.slow)])
-def test_a_shrink_takes_effect_within_the_round_that_it_meets(fleet: Fleet, phase: str) -> None:
+def test_a_shrink_takes_effect_within_the_round_that_it_meets(fleet: Fleet, operator: Operator, phase: str) -> None:
     deadlines = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
     # Nobody may be missing: an intended drop does not count.
     pods = serialized_fleet(fleet, 2, sync={"deadlines": deadlines, "maxUnavailable": 0})
@@ -37,6 +37,8 @@ def test_a_shrink_takes_effect_within_the_round_that_it_meets(fleet: Fleet, phas
     done = fleet.ended(name)
     # The slot was not free for a moment: rounds that follow each other at once can not starve a shrink.
     assert goes(fleet, leaves), "the round has ended and has not removed the engine"
+    removed = [line for line in operator.log.read_text().splitlines() if "dropped and removed" in line]
+    assert any(done["metadata"]["uid"] in line for line in removed), "its pool removed it, in a gap between rounds"
     assert done["status"]["phase"] == "Succeeded", done["status"]
     results = {m["engine"]: m["result"] for m in done["status"]["members"]}
     assert results == {stays["metadata"]["name"]: "Ok", leaves["metadata"]["name"]: "Dropped"}

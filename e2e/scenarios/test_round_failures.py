@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.kit import Fleet, Operator, condition, http, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 
 pytestmark = pytest.mark.cluster
@@ -224,7 +224,9 @@ def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalC
 
 
 @pytest.mark.parametrize("on_failure", ["Hold", "Replace"])
-def test_holding_has_an_exit_when_its_time_is_spent(fleet: Fleet, cluster: LocalCluster, on_failure: str) -> None:
+def test_holding_has_an_exit_when_its_time_is_spent(
+    fleet: Fleet, operator: Operator, cluster: LocalCluster, on_failure: str
+) -> None:
     pods = serialized_fleet(
         fleet,
         2,
@@ -242,12 +244,29 @@ def test_holding_has_an_exit_when_its_time_is_spent(fleet: Fleet, cluster: Local
         wait_until(lambda: reason(fleet, name) == "HoldingNeedsAction", "the round to ask for a person", 60)
         assert silent in names(fleet.engines())
         assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+        # It looks again and again, and writes nothing as long as it sees nothing new.
+        before, looks = versions(fleet, name), lists_of_rounds(operator)
+        wait_until(lambda: lists_of_rounds(operator) >= looks + 2, "two more looks at the world", 60)
+        assert versions(fleet, name) == before
         cluster.hollow.thaw(fleet.namespace, silent, "gate")
     done = fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]
     assert fleet.label(pods[1]) == "1"
     if on_failure == "Replace":
         wait_until(lambda: silent not in names(fleet.engines()), "the silent engine to be replaced")
+
+
+def versions(fleet: Fleet, name: str) -> list[str]:
+    """resourceVersions of a round and its pipeline: they change with every write."""
+    found = fleet.get("syncround", name), fleet.get("rlpipeline", "p")
+    return [str(o["metadata"]["resourceVersion"]) for o in found]
+
+
+def lists_of_rounds(operator: Operator) -> float:
+    """How often the operator has listed SyncRounds: once per turn of a round in Holding."""
+    text = str(http("GET", f"http://127.0.0.1:{operator.port}/metrics")[1])
+    series = 'rlfleet_api_calls_total{code="200",resource="syncrounds",verb="list"} '
+    return next((float(x.removeprefix(series)) for x in text.splitlines() if x.startswith(series)), 0.0)
 
 
 def reason(fleet: Fleet, name: str) -> str:

@@ -26,6 +26,13 @@ def test_an_index_beyond_replicas_is_to_go(index: str, unwanted: bool) -> None:
     assert is_unwanted(pod(index), POOL) is unwanted
 
 
+def test_an_index_without_devices_is_to_go() -> None:
+    devices = [{"node": "n0", "devices": ["0"]}]
+    spec = {"replicas": 2, "engine": {"gpusPerEngine": 1}, "placement": {"mode": "Pinned", "devices": devices}}
+    assert not is_unwanted(pod("0"), {**POOL, "spec": spec})
+    assert is_unwanted(pod("1"), {**POOL, "spec": spec})
+
+
 def test_with_its_pool_every_engine_goes() -> None:
     assert is_unwanted(pod("0"), None)
     assert is_unwanted(pod("0"), {**POOL, "metadata": {**POOL["metadata"], "deletionTimestamp": "now"}})

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlfleet.api import labels
+from rlfleet.plan import template
 from rlfleet.plan.rounds import Engine
 
 
@@ -21,7 +22,10 @@ def is_unwanted(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
         index = int((pod["metadata"].get("labels") or {}).get(labels.ENGINE_INDEX, ""))
     except ValueError:
         return False  # a label that somebody wrote over says nothing about the pool's wish
-    return index >= int(pool["spec"].get("replicas", 1))
+    wanted = int(pool["spec"].get("replicas", 1))
+    if template.is_pinned(pool):
+        wanted = min(wanted, len(template.assignments(pool)))
+    return index >= wanted
 
 
 def removable(e: Engine) -> bool:
