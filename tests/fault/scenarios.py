@@ -193,7 +193,7 @@ class Mixed(Round):
 
 
 class Poisoned(Round):
-    """The load of one engine fails; it is replaced, and the new one is brought to the committed version."""
+    """The load of one engine fails; a CatchUp heals it, or it is replaced and the new one catches up."""
 
     name = "poisoned-engine"
     stand_options: ClassVar[State] = {"engines": 3}
@@ -203,15 +203,9 @@ class Poisoned(Round):
 
     def begin(self, arm: Arm) -> None:
         victim = self.fleet.engines()[0]
-        self.victim = victim["metadata"]["uid"]
         self.fleet.fault(victim, DISK, action="http500", times=1, when="after")
         arm()
         self.order()
-
-    def over(self) -> bool:
-        replaced = self.victim not in {p["metadata"]["uid"] for p in self.fleet.engines()}
-        return replaced and super().over()
-
 
 class Holding(Round):
     """One gate is frozen until the round is in Holding; its engine missed the round, and catches up."""

@@ -20,6 +20,8 @@ from rlfleet.control.rounds.barrier import pass_barrier
 from rlfleet.control.rounds.catchup_ready import CatchUpReady
 from rlfleet.control.rounds.ending import REOPEN_SECONDS, Ending
 from rlfleet.control.rounds.executor import PROOF_SECONDS
+from rlfleet.control.rounds.fleet import ok, why
+from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.transfer import Transfer, plan_of
 from rlfleet.plan.catchup import enter_catch_up, left_closed
 from rlfleet.plan.rounds import TERMINAL, Member, layout_of
@@ -69,7 +71,7 @@ class CatchUp(CatchUpReady):
         groups = self._groups(list(members))
         stuck: dict[str, tuple[Reason, str]] = {}
         results = await asyncio.gather(
-            *(self._bring(group, transfer, ending, load=load, stuck=stuck) for group in groups), return_exceptions=True
+            *(self._bring(group, transfer, load=load, stuck=stuck) for group in groups), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -124,7 +126,6 @@ class CatchUp(CatchUpReady):
         self,
         group: list[Member],
         transfer: Transfer,
-        ending: Ending,
         *,
         load: bool,
         stuck: dict[str, tuple[Reason, str]],
@@ -144,7 +145,8 @@ class CatchUp(CatchUpReady):
                 committed=self.ledger.committed,
                 how=self.ledger.spec["sync"]["verify"],
                 deadline=deadline,
-                known={},
+                # What a predecessor has published is agreed on already.
+                known={} if load else transfer.known_digests(),
                 again=not load,
             )
             await transfer.publish(agreement, deadline=deadline, again=not load)
@@ -154,8 +156,36 @@ class CatchUp(CatchUpReady):
         if not whole:
             return
         await self._learn(whole)
-        for name in await ending.resume(whole, self.ctx.clock.monotonic() + REOPEN_SECONDS):
-            stuck[name] = (Reason.ROUTING_DEGRADED, "it holds the committed version and could not be reopened")
+        stuck |= await self._open(whole, transfer)
+
+    async def _open(self, whole: list[str], transfer: Transfer) -> dict[str, tuple[Reason, str]]:
+        """Resume, probe where that is wanted, route; those that are proven and did not open, with why."""
+        committed = self.ledger.committed
+        assert committed is not None
+        deadline = self.ctx.clock.monotonic() + REOPEN_SECONDS
+        order = wire.ResumeOrder(version=committed.version, manifest_digest=committed.manifest_digest)
+        # Anew, not joined: a resume that a predecessor asked for may have failed.
+        resumed = await self.fleet.run(
+            self.caller, "Resume", dict.fromkeys(whole, order), deadline=deadline, again=True
+        )
+        stuck = {n: why(r) for n, r in resumed.items() if not ok(r)}
+        left = [n for n in whole if n not in stuck]
+        if self.ledger.spec["sync"].get("probeGeneration"):
+            known = set(committed.engine_digests or {})
+            judged = await probe_generation(self.fleet, self.caller, left, proven_layouts=known, deadline=deadline)
+            for name, text in judged.bad.items():
+                transfer.trouble.note(name, Reason.PROBE_FAILED, text)
+            stuck |= {n: (Reason.PROBE_FAILED, text) for n, text in {**judged.bad, **judged.unknown}.items()}
+            left = [n for n in left if n not in stuck]
+        await self.fleet.poll(left)
+        unrouted = [
+            n
+            for n in left
+            if (status := self.fleet.engines[n].status) is not None
+            and any(v is not True for v in status.routed.values())
+        ]
+        opened = await self.fleet.run(self.caller, "Open", dict.fromkeys(unrouted, wire.OpenOrder()), deadline=deadline)
+        return stuck | {n: why(r) for n, r in opened.items() if not ok(r)}
 
     async def _learn(self, whole: list[str]) -> None:
         """A layout without a committed engine digest gets the one that these engines proved."""
