@@ -14,7 +14,7 @@ from e2e.scenarios.test_routing import routed_fleet, urls
 pytestmark = pytest.mark.cluster
 
 DISK = "update_weights_from_disk"
-DEADLINES = {"pendingSeconds": 30, "stagingSeconds": 30, "pausedSeconds": 20}
+DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 100}
 
 
 def catch_ups(fleet: Fleet) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def test_without_the_bytes_engines_wait_for_a_refresh(fleet: Fleet) -> None:
 @pytest.mark.parametrize("phase", ["Transferring", pytest.param("Staging", marks=pytest.mark.slow)])
 def test_an_operator_killed_in_a_catch_up(fleet: Fleet, operator: Operator, cluster: LocalCluster, phase: str) -> None:
     pods = serialized_fleet(fleet, 1, sync={"deadlines": DEADLINES})
-    fleet.publish(1, bulk=384 if phase == "Staging" else 0)
+    fleet.publish(1, bulk=192 if phase == "Staging" else 0)
     assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
     fresh = closed_joiner(fleet, cluster, 2, pods)
     fleet.fault(fresh, DISK, action="delay", seconds=4, times=1, when="before")
@@ -199,7 +199,7 @@ def test_a_catch_up_makes_room_for_a_refresh(fleet: Fleet, cluster: LocalCluster
     fleet.trainer(SECOND_SLOT="1" if second_slot else "0")
     pods = fleet.ready_engines(1)
     assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
-    fleet.publish(1, bulk=256)
+    fleet.publish(1, bulk=192)
     assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
     fresh = closed_joiner(fleet, cluster, 2, pods)
     name = str(fresh["metadata"]["name"])
@@ -221,4 +221,60 @@ def test_a_catch_up_makes_room_for_a_refresh(fleet: Fleet, cluster: LocalCluster
     assert fleet.ended(order)["status"]["phase"] == "Succeeded"
     fleet.serving(pods[0], 2)
     fleet.serving(fresh, 2)
+    assert len({fleet.checksum(p) for p in (pods[0], fresh)}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_catch_up_that_is_called_off_touches_nobody_and_comes_again(
+    fleet: Fleet, cluster: LocalCluster, how: str
+) -> None:
+    pods = serialized_fleet(fleet, 1, sync={"deadlines": DEADLINES})
+    fleet.publish(1, bulk=192)
+    assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
+    fresh = closed_joiner(fleet, cluster, 2, pods)
+    before = fleet.checksum(fresh)
+    cluster.hollow.thaw(fleet.namespace, "trainer", "trainer")
+    wait_until(
+        lambda: any(r.get("status", {}).get("phase") == "Staging" for r in catch_ups(fleet)), "Staging", every=0.02
+    )
+    cluster.hollow.freeze(fleet.namespace, fresh["metadata"]["name"], "gate")
+    name = str(catch_ups(fleet)[0]["metadata"]["name"])
+    try:
+        if how == "cancel":
+            patch = '{"spec":{"cancel":true}}'
+            cluster.kubectl("patch", "sr", name, "-n", fleet.namespace, "--type=merge", "-p", patch)
+            assert fleet.ended(name)["status"]["phase"] == "Cancelled"
+        else:
+            cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--timeout=60s")
+        assert fleet.checksum(fresh) == before
+    finally:
+        cluster.hollow.thaw(fleet.namespace, fresh["metadata"]["name"], "gate")
+    fleet.serving(fresh, 1)
+    assert counted(fleet, fresh) == 1
+
+
+@pytest.mark.slow
+def test_a_catch_up_whose_object_vanishes_leaves_its_engine_closed_and_another_one_heals_it(
+    fleet: Fleet, operator: Operator, cluster: LocalCluster
+) -> None:
+    pods = serialized_fleet(fleet, 1, sync={"deadlines": DEADLINES})
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+    fresh = closed_joiner(fleet, cluster, 2, pods)
+    fleet.fault(fresh, DISK, action="delay", seconds=4, times=1, when="before")
+    cluster.hollow.thaw(fleet.namespace, "trainer", "trainer")
+    wait_until(
+        lambda: any(r.get("status", {}).get("phase") == "Transferring" for r in catch_ups(fleet)),
+        "Transferring",
+        every=0.02,
+    )
+    operator.kill()
+    lost = catch_ups(fleet)[0]["metadata"]
+    patch = '{"metadata":{"finalizers":[]}}'
+    cluster.kubectl("delete", "sr", lost["name"], "-n", fleet.namespace, "--wait=false")
+    cluster.kubectl("patch", "sr", lost["name"], "-n", fleet.namespace, "--type=merge", "-p", patch)
+    operator.start()
+    fleet.serving(fresh, 1)
+    assert lost["uid"] not in {r["metadata"]["uid"] for r in catch_ups(fleet)}
+    assert counted(fleet, fresh) == 2
     assert len({fleet.checksum(p) for p in (pods[0], fresh)}) == 1

@@ -117,12 +117,12 @@ def choose_members(
         if isinstance(alone, Refusal):
             refused[e.name] = alone
     left = [e for e in ordered if e.name not in refused]
-    for e in left:
+    for layout in sorted({layout_of(e) for e in left} - confirmed):
         # Without a committed digest of its layout it takes two to compare.
-        peers = [o for o in left if layout_of(o) == layout_of(e)]
-        alone = ask(peers, confirmed)
-        if isinstance(alone, Refusal):
-            refused[e.name] = alone
+        peers = [e for e in left if layout_of(e) == layout]
+        together = ask(peers, confirmed)
+        if isinstance(together, Refusal):
+            refused |= {e.name: together for e in peers}
     left = [e for e in left if e.name not in refused]
     plan = ask(left, confirmed)
     if isinstance(plan, Refusal):
