@@ -63,6 +63,8 @@ def state(**changes: Any) -> dict[str, tuple[str, str]]:
         ({"committed": None}, "Ready", ("False", "NothingCommitted")),
         ({"facts": FleetFacts(0, 0, (), ())}, "Ready", ("True", "NoEngines")),
         ({"facts": FleetFacts(2, 1, ("a",), ())}, "Ready", ("False", "EnginesNotActive")),
+        ({"facts": FleetFacts(2, 1, ("a",), ()), "awaiting": "a"}, "Ready", ("False", "AwaitingRound")),
+        ({"facts": FleetFacts(2, 2, (), ()), "awaiting": "a"}, "Ready", ("True", "AllEnginesActive")),
         ({"facts": FleetFacts(2, 1, (), ("a",))}, "Ready", ("Unknown", "GatesUnreachable")),
         ({"facts": FleetFacts(2, 1, (), ("a",))}, "Degraded", ("True", "GatesUnreachable")),
         ({}, "Degraded", ("False", "AsExpected")),

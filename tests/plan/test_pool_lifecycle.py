@@ -12,7 +12,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
-from rlfleet.plan.lifecycle import TRANSITIONS, Derived, derive, pod_fact
+from rlfleet.plan.lifecycle import TRANSITIONS, Closed, Derived, derive, pod_fact
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
 S = EngineState
@@ -52,6 +52,24 @@ def state(status: GateStatus | None, **how: Any) -> Derived:
 def test_of_what_the_gate_says(status: GateStatus, expected: S, reason: Reason | None) -> None:
     found = state(status)
     assert (found.state, found.reason) == (expected, reason)
+
+
+@pytest.mark.parametrize("waiting", [gate(holds=None), gate(holds=None, load=OperationState.FAILED)])
+def test_closed_engines_say_what_can_help(waiting: GateStatus) -> None:
+    key = (fact(0).name, waiting.incarnation or "")
+    given_up = Closed(exhausted={key: "VerifyFailed"}, awaiting="the sender is gone")
+    found = state(waiting, closed=given_up)
+    assert (found.state, found.reason) == (S.QUARANTINED, Reason.CATCH_UP_EXHAUSTED)
+    assert "VerifyFailed" in found.message
+    # Of another process nothing is known, and one that serves needs no help.
+    other = Closed(exhausted={(key[0], "earlier"): ""})
+    assert state(waiting, closed=other) == state(waiting)
+    assert state(OPEN, closed=Closed(exhausted={(key[0], OPEN.incarnation or ""): ""})).state is S.ACTIVE
+
+
+def test_where_only_a_refresh_helps_that_is_said() -> None:
+    found = state(gate(holds=None), closed=Closed(awaiting="the sender is gone"))
+    assert (found.state, found.reason) == (S.LOADING, Reason.AWAITING_ROUND)
 
 
 def test_a_version_number_without_its_bytes_is_not_the_committed_version() -> None:

@@ -96,6 +96,15 @@ def test_engines_that_wait_for_a_round_say_so() -> None:
     assert "failure" not in status(waiting)["engines"][0]
 
 
+def test_engines_whose_attempts_are_spent_are_named() -> None:
+    spent = Row(fact(1), Derived(S.QUARANTINED, Reason.CATCH_UP_EXHAUSTED, "delete the pod, or sync"))
+    found = status(row(0), spent)
+    assert condition(found, "Degraded") == ("True", "CatchUpExhausted")
+    message = next(c["message"] for c in found["conditions"] if c["type"] == "Degraded")
+    assert spent.pod.name in message
+    assert found["engines"][1]["failure"].startswith("CatchUpExhausted")
+
+
 def test_problems_and_waits_show() -> None:
     found = status(row(0), problems=(Problem(Reason.INVALID_SPEC, "spec.gate.image is missing"),))
     assert condition(found, "Ready") == ("False", "InvalidSpec")
