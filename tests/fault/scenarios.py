@@ -207,6 +207,7 @@ class Poisoned(Round):
         arm()
         self.order()
 
+
 class Holding(Round):
     """One gate is frozen until the round is in Holding; its engine missed the round, and catches up."""
 
