@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.control.pool_memory import FAILURE_PAUSE_MAX, PoolMemory
+from rlfleet.control.silence import SECONDS
 from tests.plan.pool_kit import fact
+from tests.plan.rounds_kit import gate
 
 
 def test_each_ending_is_told_once() -> None:
@@ -66,3 +68,20 @@ def test_successor_of_a_pod_that_is_gone_is_derived_from_it() -> None:
     assert memory.predecessors == {0: "u2"}
     memory.see([fact(0, "u3", created="3")], 2)
     assert memory.predecessors == {0: "u3"}
+
+
+def test_one_lost_answer_is_not_shown() -> None:
+    memory = PoolMemory("pool")
+    assert not memory.shown("uid-0"), "never heard"
+    memory.answered["uid-0"], memory.gates["uid-0"] = True, gate()
+    memory.answered["uid-0"] = False
+    memory.silence.missed("uid-0", 0.0)
+    assert memory.shown("uid-0")
+    memory.silence.missed("uid-0", 0.1)
+    assert memory.shown("uid-0"), "two looks at once are one"
+    memory.silence.missed("uid-0", SECONDS)
+    assert not memory.shown("uid-0")
+    memory.silence.heard("uid-0")
+    assert memory.shown("uid-0")
+    memory.refusals["uid-0"] = ("StaleFence", "held")
+    assert not memory.shown("uid-0"), "a refusal is an answer: nothing of the past is shown for it"

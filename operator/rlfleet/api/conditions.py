@@ -185,6 +185,16 @@ class Reason(_Documented):
     NOT_OWNER = "NotOwner", "another operator owns the round"
     ALREADY_SETTLED = "AlreadySettled", "the round has ended with another outcome"
     EXCLUDED = "Excluded", "another operation owns the pipeline"
+    ROUND_ABANDONED = (
+        "RoundAbandoned",
+        "no claim named the round any more (a status that was lost or restored); its engines are repaired",
+    )
+
+    # repair
+    REPAIRING = "Repairing", "engines are resumed, routed or closed between rounds"
+    REPAIRED = "Repaired", "engines were resumed, routed or closed between rounds"
+    REPAIR_FAILED = "RepairFailed", "engines are not as they should be and repair did not help; it goes on, ever slower"
+    REPAIR_RULE_FAILED = "RepairRuleFailed", "a repair rule raised an error; the message names it, the others still run"
 
     # engines and pods
     ALL_ENGINES_ACTIVE = "AllEnginesActive", "every engine is active"

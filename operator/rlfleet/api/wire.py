@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -221,6 +222,11 @@ class EnrollRequest(Request):
     engine_url: Url = Field(description="the URL under which routers know this engine")
     routers: tuple[RouterEndpoint, ...] = Field(default=(), max_length=16)
     public_keys: dict[str, str] = Field(default_factory=dict, max_length=8)
+
+    def digest(self) -> str:
+        """Names what is told, whatever the generation, so that a gate that was told anything else is told again."""
+        body = self.model_dump(mode="json", by_alias=True, exclude={"generation"})
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class FenceRequest(Fenced):
@@ -465,6 +471,7 @@ class GateStatus(Report):
     pod_uid: str
     incarnation: str | None = Field(default=None, description="None until the gate has met its engine process")
     enrolled: bool = False
+    enrolment: str = Field(default="", description="EnrollRequest.digest of the latest one that was accepted")
     pipeline: str = ""
     pool: str = ""
     engine_name: str = ""

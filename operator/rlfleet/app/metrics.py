@@ -79,6 +79,9 @@ class OperatorMetrics:
             ["kind"],
             registry=r,
         )
+        self._rule_failures = Counter(
+            "rlfleet_repair_rule_failures", "Repair rules that raised, by rule.", ["rule"], registry=r
+        )
         self._resets = Counter("rlfleet_view_resets", "Broken watches, by error.", ["resource", "reason"], registry=r)
 
     def render(self) -> bytes:
@@ -117,6 +120,10 @@ class OperatorMetrics:
     def finalizer_ceiling(self, kind: str) -> None:
         """A finalizer of ours reached its ceiling."""
         self._ceilings.labels(kind).inc()
+
+    def repair_rule_failed(self, rule: str) -> None:
+        """A repair rule raised."""
+        self._rule_failures.labels(rule).inc()
 
     # kube.client.ApiObserver and the limiter
 

@@ -19,6 +19,7 @@ from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
 
 from .queue import Kind, QueueKey
+from .repair.memory import RepairMemories
 from .rounds.memory import GateMemory
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class Metrics(Protocol):
     def finalizer_ceiling(self, kind: str) -> None:
         """A finalizer of ours was removed from an object of this kind because its ceiling was reached."""
 
+    def repair_rule_failed(self, rule: str) -> None:
+        """A repair rule (control.repair.rules.RuleName) raised; the others ran."""
+
 
 class NoMetrics:
     """Reports nowhere."""
@@ -89,6 +93,9 @@ class NoMetrics:
         """See Metrics."""
 
     def finalizer_ceiling(self, kind: str) -> None:
+        """See Metrics."""
+
+    def repair_rule_failed(self, rule: str) -> None:
         """See Metrics."""
 
 
@@ -136,6 +143,7 @@ class Context:
     clock: Clock = field(default_factory=SystemClock)
     metrics: Metrics = field(default_factory=NoMetrics)
     gates: GateMemory = field(default_factory=GateMemory)
+    repairs: RepairMemories = field(default_factory=RepairMemories)
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.

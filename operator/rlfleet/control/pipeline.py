@@ -1,18 +1,19 @@
 """Reconciling one RLPipeline: pick the round that runs, execute it, keep the pipeline's status true.
 
-Numbered as it happens: (1) read the pipeline, its rounds and pools live; (2) find the sender; (3) finish what is
-claimed, whoever claimed it; (4) settle rounds that can not run, execute the newest that can; (5) write status if it
-changed; (6) keep the history short.
+Numbered as it happens: (1) read the pipeline, its rounds and pools live; (2) the repair rules that need nobody; (3)
+find the sender, look at the engines; (4) finish what is claimed, whoever claimed it; (5) settle rounds that can not
+run, execute the newest that can; (6) repair engines; (7) bring those that missed a round to what is committed; (8)
+sweep the history, write status if it changed.
 
-Invariant: one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of
-RLPipeline.status and SyncRound.status, but for what a deleting pipeline says of the round that it waits for
-(control.deletion).
+Invariants: repair rules are isolated (control.repair.rules), so none that fails keeps a round or another rule waiting;
+one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of RLPipeline.status and
+SyncRound.status, but for what a deleting pipeline says of the round that it waits for (control.deletion).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ from rlfleet.control.identity import (
     take_over,
 )
 from rlfleet.control.queue import After, Done, Result, Retry
+from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair
+from rlfleet.control.repair.history import let_ended_go, release_ceilings, settle_abandoned, sweep_history
+from rlfleet.control.repair.pods import replace_closed, replace_strangers
+from rlfleet.control.repair.rules import RuleName, Rules
 from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.fleet import Fleet, SenderLink
@@ -41,16 +46,14 @@ from rlfleet.control.rounds.ledger import (
     Ledger,
     RoundGone,
     RoundStatusLost,
-    committed_of,
     is_terminal,
     ref_of,
 )
-from rlfleet.control.rounds.orphan import settle_orphan
 from rlfleet.control.rounds.outcome import settled
 from rlfleet.control.rounds.transfer import plan_of
-from rlfleet.kube.errors import Conflict, NotFound
+from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
-from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES, SYNCROUNDS
+from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
 from rlfleet.plan.identity import poisoned_gates, strays, unrecorded
@@ -58,8 +61,8 @@ from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed, RoundRef, can_join
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
-from rlfleet.plan.triage import triage
-from rlfleet.plan.verdicts import replaceable, to_replace
+from rlfleet.plan.triage import Triage, triage
+from rlfleet.plan.verdicts import is_stuck
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -100,21 +103,27 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     except NotFound:
         await bury(ctx, namespace, rounds)
         await _say_no_pipeline(ctx, namespace, name, rounds)
+        ctx.repairs.forget(namespace, name)
         return Done()
     await bury(ctx, namespace, [r for r in rounds if not belongs(r, pipeline=pipeline["metadata"]["uid"])])
     rounds = [r for r in rounds if belongs(r, pipeline=pipeline["metadata"]["uid"])]
     pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
     expected = sum(int(p["spec"].get("replicas") or 0) for p in pools.items if p["spec"]["pipeline"] == name)
 
-    # 2. the sender
+    # 2. repair first: what needs neither the slot nor anybody's answer
+    ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
+    active = (pipeline.get("status") or {}).get("activeOperation")
+    rules = Rules(ctx, pipeline)
+    await rules.run(RuleName.FINALIZER_CEILINGS, lambda: release_ceilings(ctx, pipeline, rounds))
+    await rules.run(RuleName.ENDED_ROUNDS, lambda: let_ended_go(ledger, rounds, claimed=(active or {}).get("uid")))
+
+    # 3. the sender and the engines
     sender = SenderLink(ctx, namespace, pipeline["metadata"]["uid"])
     await sender.find(pipeline["spec"])
-
-    # 3. what is claimed
-    active = (pipeline.get("status") or {}).get("activeOperation")
-    ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
-    view = PipelineView(ctx, ledger, sender, expected)
+    view = PipelineView(ctx, ledger, sender, expected, rules)
     await view.observe(GLANCE_SECONDS if active else None)
+
+    # 4. what is claimed
     blocked = poisoned_fence(ctx, ledger)
     if is_deleting(pipeline) and (not active or blocked or active["uid"] == ledger.uid):
         return await end_pipeline(ctx, ledger, view, rounds, blocked=blocked)
@@ -132,41 +141,38 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     if active and not blocked:
         ledger.round = next((r for r in rounds if r["metadata"]["uid"] == active["uid"]), None)
         lost = ledger.round is not None and active.get("committed") and plan_of(ledger.round_status) is None
-        if ledger.round is None or (lost and not is_terminal(ledger.round)):
-            # Gone, or its status is (restored without it): what it was about to do is not known any more.
-            await settle_orphan(ctx, ledger, view)
-        else:
+        if active["kind"] in ROUND_KINDS and ledger.round is not None and not (lost and not is_terminal(ledger.round)):
             await _execute(ctx, ledger, sender, view)
+        else:
+            # Work outside rounds, or the round is gone, or its status is (restored without it): what it was about to
+            # do is not known any more.
+            await EngineRepair(ctx, ledger, view, view.fleet).take_over()
         return After(0.0, Priority.ROUND)
 
-    # 4. the unclaimed
+    # 5. the unclaimed
     open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
-    spec = pipeline["spec"]
     replaced: frozenset[str] = frozenset()
     if blocked is None:
-        for uid in await settle_outlived(ctx, ledger, view, open_rounds.values()):
+        outlived = await rules.run(
+            RuleName.OUTLIVED_ROUNDS, lambda: settle_outlived(ctx, ledger, view, open_rounds.values())
+        )
+        for uid in outlived or ():
             del open_rounds[uid]
-        found = strays(view.fleet.engines.values(), pipeline=ledger.uid, now_ms=ctx.now_ms())
-        stubborn = await take_over(ctx, ledger, view, found) if found.closed else frozenset()
-        replaced = await _replace_strangers(ctx, ledger, view, {*found.open, *stubborn})
+        left = await rules.run(
+            RuleName.ABANDONED_ROUNDS, lambda: settle_abandoned(ctx, ledger, list(open_rounds.values()))
+        )
+        for facts, _ in left.settle if left is not None else ():
+            del open_rounds[facts.uid]
+        if left is not None and left.resume is not None:
+            ledger.round = open_rounds[left.resume.uid]
+            await _execute(ctx, ledger, sender, view)
+            return After(0.0, Priority.ROUND)
+        replaced = await rules.run(RuleName.STRANGERS, lambda: _strangers(ctx, ledger, view)) or replaced
     elif active:
         open_rounds.pop(active["uid"], None)
-    live = [e for e in view.fleet.engines.values() if not e.gone and not e.dropped and e.name not in replaced]
-    refs = [ref_of(r) for r in open_rounds.values()]
-    todo = triage(
-        [r for r in refs if r.kind == "Refresh"],
-        committed=committed_of(pipeline),
-        sender=None if blocked else sender.status,
-        sender_problem=blocked or sender.problem,
-        now_ms=ctx.now_ms(),
-        pending_ms=int(spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
-        joinable=sum(can_join(e) for e in live),
-        # Those that are on their way out count too: a round with nobody in it must wait until they are gone.
-        expected=max(expected, sum(not e.gone for e in view.fleet.engines.values())),
-    )
-    ends, behind = triage_catch_ups(
-        [r for r in refs if r.kind == "CatchUp"], refresh=todo.run, committed=ledger.committed, sender=sender.status
-    )
+    todo = _triage(ctx, view, open_rounds.values(), replaced, blocked)
+    catch_ups = [ref_of(r) for r in open_rounds.values() if catchup.kind_of(r) == "CatchUp"]
+    ends, behind = triage_catch_ups(catch_ups, refresh=todo.run, committed=ledger.committed, sender=sender.status)
     for end in (*todo.settle, *ends):
         ledger.round = open_rounds[end.round.uid]
         await ledger.write_round(
@@ -189,42 +195,109 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await _execute(ctx, ledger, sender, view)
         return After(0.0, Priority.ROUND)
 
-    # 5. status of an idle or waiting pipeline
+    # 6. engines, by work outside rounds: only when no round could go first
+    async def preempted() -> str | None:
+        listed = await kube.list(SYNCROUNDS, namespace, timeout=API_SECONDS)
+        await sender.ask()
+        mine = [r for r in listed.items if r["spec"]["pipeline"] == name and belongs(r, pipeline=ledger.uid)]
+        run = _triage(ctx, view, [r for r in mine if not is_terminal(r)], frozenset(), None).run
+        return run.name if run is not None else None
+
+    soon = None
+    if blocked is None:
+        soon = await rules.run(RuleName.ENGINES, lambda: _repair_engines(ctx, ledger, view, preempted))
+        if soon == 0.0:
+            return After(0.0, Priority.ROUND)
     if todo.waiting is not None and todo.why is not None:
         ledger.round = open_rounds[todo.waiting.uid]
         await _say_waiting(ctx, ledger, todo.waiting, todo.why)
+
+    # 7. engines that missed a round
     plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items)
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
-    view.trouble = blocked or _trouble(ctx, view, pipeline, rounds) or plan.trouble
+    view.trouble = blocked or view.unrepaired or _trouble(ctx, view, pipeline, rounds) or plan.trouble
     view.awaiting = plan.awaiting
     if behind is not None and blocked is None:
         ledger.round = open_rounds[behind.uid]
         await _execute(ctx, ledger, sender, view)
         return After(0.0, Priority.ROUND)
-    await view.write_if_changed(todo.why)
-    if todo.waiting is None and blocked is None:
-        await _replace_closed(ctx, ledger, view, plan.replace)
-        if plan.open:
-            ledger.round = await catchup.open_round(ledger, sender, plan.open, rounds)
-            if ledger.round is not None:
-                await _execute(ctx, ledger, sender, view)
-            return After(0.0, Priority.ROUND)
+    free = todo.waiting is None and blocked is None
+    if free:
+        await rules.run(RuleName.CLOSED_ENGINES, lambda: replace_closed(ctx, ledger, view.fleet, plan.replace))
 
-    # 6. history
-    for r in rounds:
-        if is_terminal(r) and labels.ROUND_FINALIZER in (r["metadata"].get("finalizers") or []):
-            # Its operator died after it freed the slot: nobody else would ever let the object go.
-            ledger.round = r
-            await ledger.set_finalizer(False)
-    for kind in ("Refresh", "CatchUp"):
-        # Each for itself: engines that come and go must not push out what is known of the trainer's rounds.
-        await _trim(ctx, ledger, [r for r in rounds if is_terminal(r) and catchup.kind_of(r) == kind])
+    # 8. history, after every rule that may still need it as evidence; then what all of this comes to
+    await rules.run(RuleName.HISTORY, lambda: sweep_history(ctx, ledger, rounds, list(view.fleet.engines.values())))
+    await view.write_if_changed(todo.why)
+    if free and plan.open:
+        ledger.round = await catchup.open_round(ledger, sender, plan.open, rounds)
+        if ledger.round is not None:
+            await _execute(ctx, ledger, sender, view)
+        return After(0.0, Priority.ROUND)
     if todo.waiting is not None:
         return After(WAIT_SECONDS, Priority.ROUND)
-    again = ctx.settings.poll_seconds
+    if rules.failed or rules.again:
+        raise Retry(f"repair goes again: {', '.join(n.value for n in rules.failed) or 'lost a race'}")
+    again = min(ctx.settings.poll_seconds, soon or ctx.settings.poll_seconds)
     if plan.again_ms is not None:
         again = min(again, max(0.1, (plan.again_ms - ctx.now_ms()) / 1000))
     return After(again)
+
+
+def _triage(
+    ctx: Context,
+    view: PipelineView,
+    rounds: Iterable[Obj],
+    replaced: frozenset[str],
+    blocked: tuple[Reason, str] | None,
+) -> Triage:
+    """Sort the unclaimed rounds by what is observed now; engines in ``replaced`` take part in nothing."""
+    live = [e for e in view.fleet.engines.values() if not e.gone and not e.dropped and e.name not in replaced]
+    return triage(
+        [ref_of(r) for r in rounds if catchup.kind_of(r) == "Refresh"],
+        committed=view.ledger.committed,
+        sender=None if blocked else view.sender.status,
+        sender_problem=blocked or view.sender.problem,
+        now_ms=ctx.now_ms(),
+        pending_ms=int(view.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
+        joinable=sum(can_join(e) for e in live),
+        # Those that are on their way out count too: a round with nobody in it must wait until they are gone.
+        expected=max(view.expected, sum(not e.gone for e in view.fleet.engines.values())),
+    )
+
+
+async def _strangers(ctx: Context, ledger: Ledger, view: PipelineView) -> frozenset[str]:
+    """Take over or replace the engines of a deleted pipeline of our name; the names of those that are replaced."""
+    found = strays(view.fleet.engines.values(), pipeline=ledger.uid, now_ms=ctx.now_ms())
+    stubborn = await take_over(ctx, ledger, view, found) if found.closed else frozenset()
+    return await replace_strangers(ctx, ledger, view.fleet, {*found.open, *stubborn})
+
+
+async def _repair_engines(
+    ctx: Context,
+    ledger: Ledger,
+    view: PipelineView,
+    preempted: Callable[[], Awaitable[str | None]],
+) -> float | None:
+    """See to engines that need it: 0 when something was done, else the seconds until the next one is due."""
+    work = EngineRepair(ctx, ledger, view, view.fleet)
+    wanted = work.needs()
+    due, soon = view.memory.due(wanted, ctx.clock.monotonic())
+    if due:
+        await work.repair(due, view.memory, preempted=preempted)
+        return 0.0
+    problems = view.memory.problems(wanted)
+    problems |= {
+        n: "an operation has no known end, and its engine does not prove to be idle: delete the pod"
+        for n, e in view.fleet.engines.items()
+        if not e.gone and not e.leaving and e.status is not None and is_stuck(e.status)
+    }
+    if problems:
+        engine, problem = next(iter(sorted(problems.items())))
+        view.unrepaired = (
+            Reason.REPAIR_FAILED,
+            f"{len(problems)} engines could not be repaired; {engine}: {problem}",
+        )
+    return soon
 
 
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
@@ -270,68 +343,6 @@ def _trouble(ctx: Context, view: PipelineView, pipeline: Obj, rounds: list[Obj])
     return _last_trouble(pipeline, rounds)
 
 
-async def _replace_closed(ctx: Context, ledger: Ledger, view: PipelineView, names: tuple[str, ...]) -> None:
-    """Between rounds, delete pods that no CatchUp heals; their pool makes new ones, which are caught up in turn."""
-    poisoned = to_replace(view.fleet.engines.values(), on_failure=ledger.spec["sync"]["onFailure"])
-    why = "a load began and nothing proves what its engine holds"
-    await _replace(ctx, ledger, view, (n for n in names if n in poisoned), Reason.POISONED, why)
-    why = "its catch-up attempts are spent"
-    await _replace(ctx, ledger, view, (n for n in names if n not in poisoned), Reason.CATCH_UP_EXHAUSTED, why)
-
-
-async def _replace_strangers(ctx: Context, ledger: Ledger, view: PipelineView, others: Iterable[str]) -> frozenset[str]:
-    """Delete pods whose gates will never take an order of ours (``onFailure: Replace``); their names.
-
-    ``others`` belong to a deleted pipeline of our name and may serve what it committed. A gate with a poisoned fence
-    takes orders from nobody.
-    """
-    poisoned = poisoned_gates(view.fleet.engines.values(), now_ms=ctx.now_ms())
-    names = replaceable(view.fleet.engines.values(), {*others, *poisoned}, on_failure=ledger.spec["sync"]["onFailure"])
-    theirs = "its gate belongs to a deleted RLPipeline of the same name"
-    damaged = "its gate holds a fence that no operator can have written: its disk was restored or altered"
-    await _replace(ctx, ledger, view, [n for n in names if n in poisoned], Reason.FENCE_POISONED, damaged)
-    await _replace(ctx, ledger, view, [n for n in names if n not in poisoned], Reason.OTHER_PIPELINE, theirs)
-    return frozenset(names)
-
-
-async def _replace(
-    ctx: Context, ledger: Ledger, view: PipelineView, names: Iterable[str], reason: Reason, why: str
-) -> None:
-    names = tuple(names)
-    if not names:
-        return
-    fence = ledger.status.get("fence")
-    await ledger.read_pipeline()
-    if ledger.status.get("fence") != fence:
-        raise FenceLost("a round was claimed since the engines were looked at: it may be loading them right now")
-    for name in names:
-        engine = view.fleet.engines[name]
-        message = f"{name}: {why}; the pod is replaced"
-        try:
-            await ledger.kube.delete(PODS, ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
-        except (NotFound, Conflict):
-            continue
-        log.warning(message, extra={"pipeline": f"{ledger.namespace}/{ledger.name}"})
-        ctx.events.record(ledger.pipeline, "Warning", reason.value, message, action="Replace")
-
-
-async def _trim(ctx: Context, ledger: Ledger, ended: list[Obj]) -> None:
-    """Delete the oldest ended rounds of one kind beyond ``historyLimit``; the last one stays, it is the evidence."""
-    keep = max(1, int(ledger.spec.get("historyLimit") or 0))
-    last = ledger.status.get("lastRound")
-    ended = sorted(
-        (r for r in ended if "deletionTimestamp" not in r["metadata"]),
-        key=lambda r: (r["metadata"]["name"] == last, r["metadata"]["creationTimestamp"], r["metadata"]["name"]),
-    )
-    for r in ended[: max(0, len(ended) - keep)]:
-        try:
-            await ledger.kube.delete(
-                SYNCROUNDS, ledger.namespace, r["metadata"]["name"], uid=r["metadata"]["uid"], timeout=API_SECONDS
-            )
-        except (NotFound, Conflict):
-            continue
-
-
 async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list[Obj]) -> None:
     """A round for a pipeline that does not exist says so; creating the pipeline sets it going."""
     kube = ctx.kube.at(Priority.RESYNC)
@@ -363,16 +374,21 @@ async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list
 class PipelineView:
     """The pipeline's status as it should be, from the engines and the sender as last observed."""
 
-    def __init__(self, ctx: Context, ledger: Ledger, sender: SenderLink, expected: int) -> None:
+    def __init__(self, ctx: Context, ledger: Ledger, sender: SenderLink, expected: int, rules: Rules) -> None:
         self.ctx = ctx
         self.ledger = ledger
         self.sender = sender
         self.expected = expected
+        self.rules = rules
+        self.memory = ctx.repairs.of(ledger.namespace, ledger.name, ledger.uid)
         self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
         #: What a person should see whatever a round that ends has to say; None: nothing.
         self.trouble: tuple[Reason, str] | None = None
+        #: Engines that repair did not help; None: there are none.
+        self.unrepaired: tuple[Reason, str] | None = None
         #: Why closed engines wait for a Refresh; empty: they do not.
         self.awaiting = ""
+        self._own = self.fleet
 
     def bind(self, fleet: Fleet) -> PipelineView:
         """Look at the fleet that an executor observes."""
@@ -383,10 +399,13 @@ class PipelineView:
         """Read pods and gates; ``seconds``: how long each gate may take to answer (None: as long as any call)."""
         await self.fleet.read_pods()
         await self.fleet.poll(seconds=seconds)
+        if seconds is None:
+            self.memory.observed(self.fleet.engines.values(), self.ctx.clock.monotonic())
 
     def facts(self, committed: Committed | None) -> FleetFacts:
         """Engines counted; those that pools still owe count as missing."""
-        found = count(list(self.fleet.engines.values()), committed)
+        engines = list(self.fleet.engines.values())
+        found = count(self.memory.believed(engines) if self.fleet is self._own else engines, committed)
         lost = unrecorded(self.fleet.engines.values(), pipeline=self.ledger.uid) if committed is None else ()
         return replace(found, total=max(found.total, self.expected), unrecorded=lost)
 
@@ -433,7 +452,7 @@ class PipelineView:
                 sender=self.sender.status,
                 sender_problem=self.sender.problem,
                 working=working,
-                trouble=trouble or self.trouble,
+                trouble=self.rules.trouble or trouble or self.trouble,
                 awaiting=self.awaiting,
                 topology=self._topology(),
                 generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),

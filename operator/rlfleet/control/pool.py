@@ -251,7 +251,7 @@ class PoolReconciler:
                 if pod is not plays and (pod.finished or pod.live):
                     continue
                 gate = memory.gates.get(pod.uid)
-                answered = memory.answered.get(pod.uid, False)
+                answered = memory.shown(pod.uid)
                 derived = derive(
                     pod,
                     gate if answered else None,

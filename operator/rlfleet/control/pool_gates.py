@@ -1,15 +1,14 @@
 """The gates of a pool: ask them how they are, and tell them where they belong.
 
 Invariants:
-- a gate that does not answer leaves the last known status in place, marked as not answered;
+- a gate that does not answer leaves the last known status in place, marked as not answered; status says so only when
+  the silence lasts;
 - while a round or repair runs, engines that were up before it are not asked: they are its members, and their passing
   states are none of the pool's business (so a round costs the pool one status write, not one per step).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,12 +52,6 @@ def enrollment(
     )
 
 
-def _content(request: EnrollRequest, incarnation: str | None) -> str:
-    """Names what was told, whatever the generation: only a change of it is worth telling again."""
-    text = json.dumps([request.wire() | {"generation": 0}, incarnation], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 async def observe(
     ctx: Context,
     pool: Mapping[str, Any],
@@ -84,16 +77,20 @@ async def observe(
         peer = gate_peer(pool, pod)
         status = await ctx.peers.gate_status(peer, uid)
         request = enrollment(pool, pipeline, pod, routers, keys)
-        told = _content(request, status.incarnation)
-        if not status.enrolled or status.pipeline != uid or memory.enrolled.get(pod.uid) != told:
+        # Compared with what the gate holds, not with what this process once said: a leader that was frozen may have
+        # told it something older since.
+        if not status.enrolled or status.pipeline != uid or status.enrolment != request.digest():
             status = await ctx.peers.enroll(peer, request)
-            memory.enrolled[pod.uid] = _content(request, status.incarnation)
         return status
 
     for pod, result in (await fan_out(ask, one, limit=ctx.settings.gate_parallel)).items():
         memory.answered[pod.uid] = not isinstance(result, PeerError)
         memory.refusals.pop(pod.uid, None)
         if isinstance(result, Refused):
+            memory.silence.heard(pod.uid)
             memory.refusals[pod.uid] = (result.body.reason.value, result.body.message)
-        elif not isinstance(result, PeerError):
+        elif isinstance(result, PeerError):
+            memory.silence.missed(pod.uid, ctx.clock.monotonic())
+        else:
+            memory.silence.heard(pod.uid)
             memory.gates[pod.uid] = result

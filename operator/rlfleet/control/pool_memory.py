@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import GateStatus
+from rlfleet.control.silence import Silence
 from rlfleet.plan.lifecycle import PodFact
 
 #: Seconds before the second, third, ... replacement of an engine that never became active; the first is immediate.
@@ -42,9 +43,9 @@ class PoolMemory:
     uid: str
     gates: dict[str, GateStatus] = field(default_factory=dict)
     answered: dict[str, bool] = field(default_factory=dict)
+    silence: Silence = field(default_factory=Silence)
     refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
     states: dict[str, EngineState] = field(default_factory=dict)
-    enrolled: dict[str, str] = field(default_factory=dict)
     facts: dict[str, PodFact] = field(default_factory=dict)
     departures: dict[str, Departure] = field(default_factory=dict)
     drain_until: dict[str, float] = field(default_factory=dict)
@@ -90,6 +91,12 @@ class PoolMemory:
         """Indices whose replacement waits, with the seconds that are left."""
         return {i: f.not_before - now for i, f in self.failures.items() if f.not_before > now}
 
+    def shown(self, uid: str) -> bool:
+        """Whether status shows what the gate said last: it answered, or has only just stopped to."""
+        return self.answered.get(uid, False) or (
+            uid in self.gates and uid not in self.refusals and not self.silence.lasts(uid)
+        )
+
     def note_state(self, fact: PodFact, state: EngineState) -> None:
         """Remember the state that was derived for a pod."""
         self.states[fact.uid] = state
@@ -108,7 +115,8 @@ class PoolMemory:
 
     def _forget(self, uid: str) -> None:
         self.facts.pop(uid, None)
-        for known in (self.gates, self.answered, self.refusals, self.states, self.enrolled, self.drain_until):
+        for known in (self.gates, self.answered, self.refusals, self.states, self.drain_until):
             known.pop(uid, None)
+        self.silence.heard(uid)
         self.ever_active.discard(uid)
         self.counted.discard(uid)

@@ -116,6 +116,7 @@ class Gate:
             pod_uid=self.config.pod_uid,
             incarnation=store.incarnation,
             enrolled=enrolment is not None,
+            enrolment=enrolment.digest() if enrolment else "",
             pipeline=enrolment.pipeline if enrolment else "",
             pool=enrolment.pool if enrolment else self.config.pool,
             engine_name=enrolment.engine if enrolment else self.config.engine_name,

@@ -256,7 +256,14 @@ class RLPipelineSpec(Spec):
         default=20,
         ge=1,
         le=1000,
-        description="How many ended SyncRounds are kept. The round with the highest fence is kept in any case.",
+        description="How many ended SyncRounds are kept. The round with the highest fence is kept in any case, and so "
+        "is every round that is the only evidence of what an engine went through.",
+    )
+    ttl_seconds_after_finished: int = Field(
+        default=3600,
+        ge=0,
+        le=31_536_000,
+        description="Seconds after its end that a SyncRound is kept. The exceptions of historyLimit hold here too.",
     )
 
 

@@ -25,8 +25,7 @@ from rlfleet.control.rounds.closing import Closing
 from rlfleet.control.rounds.drops import drop_unwanted
 from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
 from rlfleet.control.rounds.ledger import Ledger
-from rlfleet.control.rounds.orphan import StatusOf
-from rlfleet.control.rounds.outcome import with_late_cancel
+from rlfleet.control.rounds.outcome import StatusOf, with_late_cancel
 from rlfleet.control.rounds.preparing import plan_members, stage_bytes
 from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.control.rounds.transfer import Target, Transfer, plan_of

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.plan.verdicts import Verdict
 
 if TYPE_CHECKING:
+    from rlfleet.control.rounds.fleet import Fleet
     from rlfleet.control.rounds.transfer import Transfer
 
 MAX_LISTED = 64
@@ -25,6 +26,18 @@ _RESULT = {
     Verdict.LOST: "Lost",
     Verdict.DROPPED: "Dropped",
 }
+
+
+class StatusOf(Protocol):
+    """Makes the pipeline's status from an observed fleet (control.pipeline.PipelineView)."""
+
+    def bind(self, fleet: Fleet) -> Any:
+        """Look at this fleet."""
+
+    def __call__(
+        self, *, trouble: tuple[Reason, str] | None, working: tuple[Reason, str] | None = None
+    ) -> dict[str, Any]:
+        """The status fields. ``trouble``: what a person should see; ``working``: what runs or waits now."""
 
 
 def settled(
