@@ -132,6 +132,26 @@ def test_push_needs_a_push_token_of_exactly_this_operation_and_generation(operat
     assert operator.status()["staged"]["manifestReceived"] is True
 
 
+def test_an_older_sender_process_cannot_push_whatever_token_it_has(operator: Operator, gate: Gate) -> None:
+    weights = Weights.of(1)
+    operator.prepare(weights, 1, senderIncarnation="trainer-2")
+    manifest = weights.manifest.model_dump_json(by_alias=True)
+
+    def push(path: str, content: Any, sender: str | None) -> httpx.Response:
+        headers = operator.headers(Scope.PUSH) | ({"Rlfleet-Sender": sender} if sender else {})
+        return gate.http.put(f"/v1/staging/{operator.operation}/{path}", content=content, headers=headers)
+
+    for older in ("trainer-1", None):
+        answer = push("manifest", manifest, older)
+        assert (answer.status_code, answer.json()["reason"]) == (409, "IdentityMismatch"), older
+    assert push("manifest", manifest, "trainer-2").status_code == 200
+    assert push("buckets/0", weights.buckets[0], "trainer-1").status_code == 409
+    gate.kill()
+    gate.start()
+    assert push("buckets/0", weights.buckets[0], "trainer-1").status_code == 409
+    assert push("buckets/0", weights.buckets[0], "trainer-2").status_code == 200
+
+
 def test_enroll_rotates_the_keys_for_good(operator: Operator, gate: Gate) -> None:
     assert operator.enroll(publicKeys={"k2": public(OTHER_KEY)}).status_code == 200
     rotated = Operator(gate, key=OTHER_KEY, kid="k2")

@@ -125,6 +125,27 @@ def start(operator: Operator, of: wire.BroadcastOrder, attempt: int = 1) -> str:
     return wire.OperationRecord.model_validate_json(answer.content).id
 
 
+LONG = 3600.0
+
+
+def test_what_is_left_of_the_whole_ends_a_rendezvous_whatever_its_share(
+    sender: WeightSender, operator: Operator
+) -> None:
+    manifest = sender.publish(1, weights())
+    of = order(
+        manifest,
+        world_size=2,
+        rendezvous_seconds=LONG,
+        transport_seconds=LONG,
+        collective_seconds=LONG,
+        budget_seconds=1,
+    )
+    record = operator.ended(start(operator, of))
+    assert record.state is wire.OperationState.FAILED
+    assert record.error is not None
+    assert record.error.reason is wire.ErrorReason.RENDEZVOUS_TIMEOUT
+
+
 def test_two_processes_receive_every_dtype_exactly(sender: WeightSender, operator: Operator, ranks: Ranks) -> None:
     state = weights(7) | {
         "half": torch.randn(5, 7).to(torch.float16),

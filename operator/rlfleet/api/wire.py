@@ -29,6 +29,9 @@ PROTOCOL_VERSION = 1
 DEFAULT_GATE_PORT = 9440
 DEFAULT_SENDER_PORT = 9450
 
+#: Header of a push: the incarnation of the sender process that makes it.
+SENDER_HEADER = "Rlfleet-Sender"
+
 #: Longest a poll with waitSeconds is held open by a server.
 MAX_WAIT_SECONDS = 30
 
@@ -283,6 +286,9 @@ class PrepareOrder(Request):
     version: Version
     manifest_digest: Digest
     total_bytes: int = Field(ge=1)
+    sender_incarnation: Uid | None = Field(
+        default=None, description="only this sender process may push, by its header Rlfleet-Sender; None: any"
+    )
 
 
 class BroadcastGroup(Request):

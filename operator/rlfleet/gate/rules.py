@@ -26,8 +26,8 @@ from rlfleet.gate.errors import GateError
 
 #: Accepted while an earlier operation's effect is unknown.
 SAFE_KINDS = frozenset({"Pause", "Close"})
-#: Touch nothing but the gate's own files, which a restart puts in order.
-LOCAL_KINDS = frozenset({"Prepare", "Discard"})
+#: Touch nothing but the gate's own files, which a restart puts in order; a probe not even those.
+LOCAL_KINDS = frozenset({"Prepare", "Discard", "Probe"})
 #: Touch routers only: a Close settles them, not a Pause.
 ROUTING_KINDS = frozenset({"Open", "Close"})
 

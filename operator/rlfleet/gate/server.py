@@ -22,6 +22,7 @@ from rlfleet.api.manifest import Manifest
 from rlfleet.api.tokens import Claims, Scope
 from rlfleet.api.wire import (
     MAX_WAIT_SECONDS,
+    SENDER_HEADER,
     EnrollRequest,
     ErrorBody,
     ErrorReason,
@@ -181,6 +182,12 @@ class GateServer:
         staging = self._gate.ctx.area.staging
         if staging is None or staging.operation != operation:
             raise GateError(ErrorReason.NOT_STAGED, "nothing is expected for this operation; Prepare comes first")
+        pusher = request.headers.get(SENDER_HEADER)
+        if staging.sender is not None and pusher != staging.sender:
+            raise GateError(
+                ErrorReason.IDENTITY_MISMATCH,
+                f"bytes are expected of sender {staging.sender}, this push is of {str(pusher)[:64]}",
+            )
         return staging
 
     async def _expect_push(self, request: web.Request) -> web.StreamResponse | None:

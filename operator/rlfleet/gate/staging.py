@@ -41,6 +41,8 @@ class Staging:
     manifest_digest: str
     transport: Transport
     total_bytes: int
+    sender: str | None = None
+    """The sender process whose pushes are taken; None: any that has a token."""
     manifest: Manifest | None = None
     complete: set[int] = field(default_factory=set)
     error: ErrorBody | None = None
@@ -58,7 +60,14 @@ class Staging:
     @classmethod
     def of(cls, operation: str, order: PrepareOrder) -> Staging:
         """What a Prepare order expects."""
-        return cls(operation, order.version, order.manifest_digest, order.transport, order.total_bytes)
+        return cls(
+            operation,
+            order.version,
+            order.manifest_digest,
+            order.transport,
+            order.total_bytes,
+            sender=order.sender_incarnation,
+        )
 
     def same(self, other: Staging) -> bool:
         """Whether both expect the same bytes for the same work, so that what is here can be kept."""
@@ -103,6 +112,7 @@ class Staging:
             "manifestDigest": self.manifest_digest,
             "transport": self.transport.value,
             "totalBytes": self.total_bytes,
+            "sender": self.sender,
         }
 
 
@@ -134,6 +144,7 @@ class StagingArea:
             str(durable["manifestDigest"]),
             Transport(durable["transport"]),
             int(durable["totalBytes"]),
+            sender=durable.get("sender"),
         )
         try:
             manifest = Manifest.model_validate_json((self._root / _MANIFEST).read_bytes())
@@ -159,6 +170,7 @@ class StagingArea:
         """Expect these bytes; refuse what does not fit. Keeps what is here only when it is the same work."""
         if self.staging is not None and self.staging.same(staging):
             self.staging.error = None
+            self.staging.sender = staging.sender
             return
         await self.discard()
         if staging.transport is Transport.SERIALIZED and staging.total_bytes > self.usable_bytes:

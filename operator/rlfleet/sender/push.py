@@ -43,12 +43,14 @@ async def push(
     weights: Weights,
     order: wire.PushOrder,
     operation: str,
+    incarnation: str,
     *,
     stall_seconds: float = STALL_SECONDS,
     proxy: str | None = None,
 ) -> dict[str, object]:
     """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline.
 
+    ``incarnation``: of this sender process, which gates compare with the one that they expect.
     ``proxy``: URL of an HTTP forward proxy on the way to the gates.
     """
     manifest = weights.manifest.model_dump_json(by_alias=True).encode()
@@ -62,11 +64,19 @@ async def push(
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
     ) as session:
 
+        def base(target: wire.PushTarget) -> str:
+            return f"{target.url.rstrip('/')}/v1/staging/{operation}"
+
+        def headers(target: wire.PushTarget) -> dict[str, str]:
+            return {"Authorization": f"Bearer {target.token}", wire.SENDER_HEADER: incarnation}
+
         async def one(target: wire.PushTarget) -> None:
             outcome = outcomes[target.engine]
             try:
                 async with asyncio.timeout(order.deadline_seconds):
-                    await _to_gate(session, weights, manifest, target, operation, outcome, stall_seconds, proxy)
+                    await _to_gate(
+                        session, weights, manifest, target, base(target), headers(target), outcome, stall_seconds, proxy
+                    )
                 outcome.ok = True
             except TimeoutError:
                 outcome.error = f"not done within {order.deadline_seconds:g} s (DeadlineExceeded)"
@@ -85,13 +95,12 @@ async def _to_gate(
     weights: Weights,
     manifest: bytes,
     target: wire.PushTarget,
-    operation: str,
+    base: str,
+    headers: dict[str, str],
     outcome: _Outcome,
     stall_seconds: float,
     proxy: str | None,
 ) -> None:
-    base = f"{target.url.rstrip('/')}/v1/staging/{operation}"
-    headers = {"Authorization": f"Bearer {target.token}"}
     await _put(session, f"{base}/manifest", memoryview(manifest), headers, "application/json", stall_seconds, proxy)
     if not target.buckets:
         return

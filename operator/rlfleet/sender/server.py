@@ -249,7 +249,9 @@ class Server:
             # From here on these bytes stay as they are, even if the hold ends while they travel.
             weights = stack.enter_context(self._slots.reading(order.manifest_digest))
             if isinstance(order, wire.PushOrder):
-                run: Run = functools.partial(push.push, weights, order, body.operation, proxy=self._peer_proxy)
+                run: Run = functools.partial(
+                    push.push, weights, order, body.operation, self._incarnation, proxy=self._peer_proxy
+                )
             else:
                 try:
                     moving = broadcast.Broadcast(weights, order, self._backends)

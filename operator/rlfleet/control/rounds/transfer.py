@@ -94,6 +94,7 @@ class Transfer:
                 version=self.target.version,
                 manifest_digest=self.target.manifest_digest,
                 total_bytes=self.target.total_bytes,
+                sender_incarnation=self.target.sender_incarnation or None,
             )
             for m in members
         }
