@@ -1,4 +1,4 @@
-"""How running requests fare in each quiesce mode, and the one-token probe: real engines, a real router, real requests."""
+"""How running requests fare in each quiesce mode, and the one-token probe, behind a real router."""
 
 from __future__ import annotations
 

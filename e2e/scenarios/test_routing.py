@@ -71,11 +71,14 @@ def urls(pods: list[dict[str, Any]]) -> set[str]:
     return {engine_url(p) for p in pods}
 
 
-def routed_fleet(fleet: Fleet, replicas: int, **pipeline: Any) -> tuple[Router, list[dict[str, Any]]]:
+def routed_fleet(
+    fleet: Fleet, replicas: int, *, engine_args: tuple[str, ...] = (), **pipeline: Any
+) -> tuple[Router, list[dict[str, Any]]]:
     fleet.pipeline(**pipeline)
     router = Router(fleet)
     fleet.pool(
         replicas,
+        engine_args=engine_args,
         routers=[
             {
                 "name": "main",
