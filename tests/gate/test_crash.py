@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.gate.kit import Engine, Gate, Operator, Weights, until
+from tests.gate.kit import Engine, Gate, Operator, Router, Weights, router_entry, until
 
 
 def kill_inside(operator: Operator, engine: Engine, kind: str, path: str, **order: Any) -> str:
@@ -110,6 +113,54 @@ def test_sigkill_inside_an_operation(operator: Operator, engine: Engine, kind: s
         assert operator.status()["loads"][-1]["state"] == "Unknown"
         assert operator.refused("Verify", **operator.names(weights, 6)) == "NotProven"
         assert operator.refused("Resume", **operator.names(weights, 6)) == "NotProven"
+
+
+@pytest.mark.parametrize("kind", ["Probe", "Prepare"])
+def test_what_touches_no_engine_has_failed_and_leaves_nothing_unknown(
+    operator: Operator, engine: Engine, kind: str
+) -> None:
+    """A probe changes nothing; what a Prepare left is put in order at the start."""
+    weights = Weights.of(6)
+    operator.serve(weights, 6)
+    if kind == "Probe":
+        op_id = kill_inside(operator, engine, kind, "generate")
+    else:
+        order = {"transport": "Serialized", "version": 7, "manifestDigest": weights.digest, "totalBytes": weights.total}
+        op_id = str(operator.start("Prepare", attempt=2, **order).json()["id"])
+        operator.wait(op_id)
+        operator.gate.kill()
+        mark_running(operator.gate, op_id)
+        operator.gate.start()
+    record, status = operator.wait(op_id), operator.status()
+    assert (record["state"], status["uncertain"]) == ("Failed", False)
+    assert status["holds"]["version"] == 6
+    operator.ok("Probe", attempt=3)
+
+
+def mark_running(gate: Gate, op_id: str) -> None:
+    """As a SIGKILL right after its start would have left the operation: files are written faster than we can strike."""
+    with contextlib.closing(sqlite3.connect(gate.state / "gate.sqlite")) as db:
+        (text,) = db.execute("SELECT record FROM operations WHERE id = ?", (op_id,)).fetchone()
+        record = json.loads(text) | {"state": "Running", "ended_ms": None, "error": None, "result": {}}
+        db.execute("UPDATE operations SET record = ? WHERE id = ?", (json.dumps(record), op_id))
+        db.commit()
+
+
+def test_a_close_that_died_is_settled_by_a_close_and_not_by_a_pause(
+    operator: Operator, router: Router, gate: Gate
+) -> None:
+    operator.enroll([router_entry(router)])
+    operator.serve(Weights.of(6), 6)
+    operator.ok("Open")
+    op_id = operator.ok("Close")["id"]
+    gate.kill()
+    mark_running(gate, op_id)
+    gate.start()
+    assert operator.status()["uncertain"] is True
+    operator.ok("Pause", attempt=2)
+    assert operator.status()["uncertain"] is True
+    operator.ok("Close", attempt=2)
+    assert operator.status()["uncertain"] is False
 
 
 def test_a_load_that_died_heals_by_a_new_load(operator: Operator, engine: Engine) -> None:
