@@ -16,7 +16,6 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
-from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.silent import left_out
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
@@ -204,10 +203,11 @@ class Closing(Ending):
             silent = Reason.GATES_UNREACHABLE, "its gate does not answer, so it was not reopened"
             bad |= {n: transfer.trouble.by_engine.get(n, silent) for n in doors.missing}
         await self.fleet.poll(whole)
-        if self.ledger.spec["sync"].get("probeGeneration"):
-            wrong, unsure = await self._probe(transfer, [n for n in whole if n not in bad], deadline)
-            bad |= wrong | unsure
-            verdicts |= dict.fromkeys(wrong, Verdict.POISONED)
+        judged = await self.probe([n for n in whole if n not in bad], deadline)
+        bad |= {n: (Reason.PROBE_FAILED, text) for n, text in {**judged.bad, **judged.unknown}.items()}
+        for name, text in judged.bad.items():
+            transfer.trouble.note(name, Reason.PROBE_FAILED, text)
+            verdicts[name] = Verdict.POISONED
         closed = [
             n
             for n in whole
@@ -253,15 +253,3 @@ class Closing(Ending):
             verdicts=verdicts,
             committed=True,
         )
-
-    async def _probe(
-        self, transfer: Transfer, names: list[str], deadline: float
-    ) -> tuple[dict[str, tuple[Reason, str]], dict[str, tuple[Reason, str]]]:
-        """One token of each resumed engine: those that are closed now, and those that did not answer."""
-        committed = self.ledger.committed
-        known = set((committed.engine_digests or {}) if committed is not None else {})
-        judged = await probe_generation(self.fleet, self.run.caller, names, proven_layouts=known, deadline=deadline)
-        wrong = {n: (Reason.PROBE_FAILED, text) for n, text in judged.bad.items()}
-        for name, (reason, text) in wrong.items():
-            transfer.trouble.note(name, reason, text)
-        return wrong, {n: (Reason.PROBE_FAILED, text) for n, text in judged.unknown.items()}

@@ -22,9 +22,11 @@ from rlfleet.control.rounds.drops import remove_dropped
 from rlfleet.control.rounds.fleet import ok
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
+from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.refused import RefusedHold
 from rlfleet.kube.errors import Unavailable
 from rlfleet.kube.events import EventType
+from rlfleet.plan.probes import ProbeVerdict
 from rlfleet.plan.rounds import RoundPlan
 from rlfleet.plan.verdicts import Verdict, abort
 
@@ -90,17 +92,31 @@ class Ending:
             self.run.caller, "Resume", dict.fromkeys(names, order), deadline=deadline, again=True
         )
         await self.fleet.poll(list(resumed))
+        judged = await self.probe([n for n, r in resumed.items() if ok(r)], deadline)
+        silent = {**judged.bad, **judged.unknown}
         unrouted = [
             n
             for n, r in resumed.items()
             if ok(r)
+            and n not in silent
             and (status := self.fleet.engines[n].status) is not None
             and any(v is not True for v in status.routed.values())
         ]
         opened = await self.fleet.run(
             self.run.caller, "Open", dict.fromkeys(unrouted, wire.OpenOrder()), deadline=deadline
         )
-        return sorted(n for n, r in {**resumed, **opened}.items() if not ok(r))
+        return sorted({n for n, r in {**resumed, **opened}.items() if not ok(r)} | set(silent))
+
+    async def probe(self, names: Iterable[str], deadline: float) -> ProbeVerdict:
+        """One token of each resumed engine (``probeGeneration``); those that answer wrongly are closed."""
+        if not self.ledger.spec["sync"].get("probeGeneration"):
+            return ProbeVerdict({}, {})
+        committed = self.ledger.committed
+        known = set((committed.engine_digests or {}) if committed is not None else {})
+        judged = await probe_generation(self.fleet, self.run.caller, names, proven_layouts=known, deadline=deadline)
+        for name, text in {**judged.bad, **judged.unknown}.items():
+            log.warning("probe failed", extra={"engine": name, "why": text})
+        return judged
 
     # ------------------------------------------------------------------------------------------ settle
 
