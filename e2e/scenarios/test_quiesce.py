@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.scenarios.kit import Fleet, engine_url, http, wait_until
+from e2e.scenarios.kit import TERMINAL, Fleet, engine_url, http, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 from e2e.scenarios.test_routing import Router, routed_fleet, urls
 
@@ -43,7 +43,8 @@ def update_under_load(
         requests: list[Future[tuple[int, Any]]] = [pool.submit(generate, router, tokens) for _ in range(4)]
         wait_until(lambda: running(fleet, pods) == 4, "all requests to run")
         name = fleet.order(version)
-        wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.05)
+        wait_until(lambda: fleet.phase(name) in ("Transferring", *TERMINAL), "Transferring", every=0.05)
+        assert fleet.phase(name) == "Transferring", fleet.status("syncround", name)
         assert router.listed() == set()
         done = fleet.ended(name)
         assert done["status"]["phase"] == "Succeeded", done["status"]
