@@ -31,7 +31,9 @@ def pause_under_load(operator: Operator, engine: Engine, mode: str | None, token
     with ThreadPoolExecutor() as pool:
         asked: Future[Any] = pool.submit(lambda: engine.http.post("/generate", json=body, timeout=120).json())
         until("it runs", lambda: engine.http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 1)
-        newer.ok("Pause", drainSeconds=60, **({"mode": mode} if mode else {}))
+        # Only Wait spends the time on draining: the others need what is left of the budget for themselves.
+        drain = {"drainSeconds": 60, "budgetSeconds": 90 if mode == "Wait" else 30}
+        newer.ok("Pause", **drain, **({"mode": mode} if mode else {}))
         newer.ok("Load", **newer.load_order(weights, 2))
         newer.ok("Verify", **newer.names(weights, 2))
         newer.ok("Publish", **newer.names(weights, 2))

@@ -127,7 +127,8 @@ async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: floa
     ends = float("inf") if budget is None else time.monotonic() + budget
     try:
         await _see_admitting(ctx, ends)
-        drain = min(drain_seconds, max(0.0, ends - time.monotonic()))
+        # Other modes do not drain, and must not give their time away to it.
+        drain = min(drain_seconds, max(0.0, ends - time.monotonic())) if mode is PauseMode.WAIT else 0.0
         seconds = max(min(PAUSE_SECONDS, ends - time.monotonic() - drain), MIN_SECONDS)
         await ctx.engine.adapter.pause(mode, drain_seconds=drain, seconds=seconds)
     except CallError as e:
