@@ -14,7 +14,7 @@ from rlfleet.plan.rounds import Member, RoundPlan
 from rlfleet.plan.verdicts import Next, Verdict, conclude
 from tests.plan.rounds_kit import gate
 
-SAFE = Silence(led_since=5, answered=5, unanswered=False, routers=1, removed=True)
+SAFE = Silence(led_since=5, answered=5, refuses=False, unanswered=False, routers=1, removed=True)
 
 
 def test_a_silent_engine_out_of_every_router_counts_as_closed() -> None:
@@ -28,6 +28,7 @@ def test_a_silent_engine_out_of_every_router_counts_as_closed() -> None:
         {"led_since": None},  # somebody else has claimed since, or before us
         {"answered": None},  # it never said anything to us
         {"answered": 4},  # an order of the owner before us may still be on its way to it
+        {"refuses": True},  # not silent at all: it stands behind somebody else
         {"unanswered": True},  # so may one of ours
         {"routers": 0},  # it has another door
     ],

@@ -19,6 +19,8 @@ class Silence:
     """Generation of this process's first claim after which nobody else claimed the pipeline; None: not the owner."""
     answered: int | None
     """Generation that the gate showed when it last answered this process; None: it never has."""
+    refuses: bool
+    """It is not silent but refuses our fence: somebody else may be driving it."""
     unanswered: bool
     """This process sent it an open or a resume whose end it has not seen."""
     routers: int
@@ -29,7 +31,7 @@ class Silence:
 
 def may_be_asked_to_leave(s: Silence) -> bool:
     """Whether removal from the routers could suffice; if not, it is not even tried: the engine may go on serving."""
-    if s.led_since is None or s.answered is None:
+    if s.refuses or s.led_since is None or s.answered is None:
         return False
     # With our generation stored, whatever an earlier owner still has on its way to the gate is refused there.
     return s.answered >= s.led_since and not s.unanswered and s.routers > 0

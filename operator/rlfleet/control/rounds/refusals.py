@@ -64,5 +64,5 @@ async def record_refusal(
             )
             return
         except ApiError as e:
-            # Also NotLeader and NotFound: the log line and the counter have said it.
+            # The log line and the counter have said it. (NotLeader is no ApiError: it ends the reconcile, as it must.)
             log.info("refusal not recorded: %s", e, extra={"round": meta["name"]})

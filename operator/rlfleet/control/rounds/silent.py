@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels
@@ -53,6 +54,7 @@ async def left_out(run: Executor, silent: Iterable[str]) -> tuple[str, ...]:
         fact = Silence(
             led_since=led_since,
             answered=memory.last_answer(uid),
+            refuses=bool(fleet.engines[name].refusal),
             unanswered=memory.unanswered(uid),
             routers=len((pool or {}).get("spec", {}).get("routers") or []),
             removed=False,
@@ -68,7 +70,7 @@ async def left_out(run: Executor, silent: Iterable[str]) -> tuple[str, ...]:
     try:
         for name, (fact, pool) in known.items():
             removed = await _remove(clients, pool, live, fleet.pods[name])
-            if removal_suffices(Silence(fact.led_since, fact.answered, fact.unanswered, fact.routers, removed)):
+            if removal_suffices(replace(fact, removed=removed)):
                 done.append(name)
     finally:
         await clients.close()
