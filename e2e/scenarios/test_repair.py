@@ -199,6 +199,7 @@ def test_work_of_an_unknown_kind_is_taken_over_by_the_resume_rule(stand: Stand) 
     stand.heals()
 
 
+@pytest.mark.slow
 def test_a_round_that_no_claim_names_ends(stand: Stand) -> None:
     """As a status leaves it that was restored from a backup: the round goes on, by what the engines prove."""
     fleet = stand.fleet
@@ -220,6 +221,7 @@ def test_a_round_that_no_claim_names_ends(stand: Stand) -> None:
     wait_until(stand.healthy, "the fleet to serve what is committed")
 
 
+@pytest.mark.slow
 def test_a_refresh_goes_before_a_repair(stand: Stand) -> None:
     """The repair has claimed, and waits for a silent gate when a round can run: it gives way untouched."""
     fleet = stand.fleet
