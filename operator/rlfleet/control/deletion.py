@@ -37,7 +37,7 @@ from rlfleet.plan.deletion import (
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
-    from rlfleet.control.pipeline import PipelineView
+    from rlfleet.control.pipeline_view import PipelineView
 
 log = logging.getLogger(__name__)
 Obj = dict[str, Any]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rlfleet.control.context import Context
-    from rlfleet.control.pipeline import PipelineView
+    from rlfleet.control.pipeline_view import PipelineView
 
 log = logging.getLogger(__name__)
 Obj = dict[str, Any]

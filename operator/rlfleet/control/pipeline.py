@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels
@@ -32,6 +31,7 @@ from rlfleet.control.identity import (
     shown_above,
     take_over,
 )
+from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair
 from rlfleet.control.repair.history import let_ended_go, release_ceilings, settle_abandoned, sweep_history
@@ -39,7 +39,7 @@ from rlfleet.control.repair.pods import replace_closed, replace_strangers
 from rlfleet.control.repair.rules import RuleName, Rules
 from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
-from rlfleet.control.rounds.fleet import Fleet, SenderLink
+from rlfleet.control.rounds.fleet import SenderLink
 from rlfleet.control.rounds.ledger import (
     API_SECONDS,
     FenceLost,
@@ -56,11 +56,8 @@ from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
-from rlfleet.plan.identity import poisoned_gates, strays, unrecorded
-from rlfleet.plan.pipeline import FleetFacts, conditions, count
-from rlfleet.plan.rounds import Committed, RoundRef, can_join
-from rlfleet.plan.topology import train_devices
-from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.identity import poisoned_gates, strays
+from rlfleet.plan.rounds import RoundRef, can_join
 from rlfleet.plan.triage import Triage, triage
 from rlfleet.plan.verdicts import is_stuck
 
@@ -369,104 +366,3 @@ async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list
                 status={"phase": "Pending", "conditions": wanted},
                 timeout=API_SECONDS,
             )
-
-
-class PipelineView:
-    """The pipeline's status as it should be, from the engines and the sender as last observed."""
-
-    def __init__(self, ctx: Context, ledger: Ledger, sender: SenderLink, expected: int, rules: Rules) -> None:
-        self.ctx = ctx
-        self.ledger = ledger
-        self.sender = sender
-        self.expected = expected
-        self.rules = rules
-        self.memory = ctx.repairs.of(ledger.namespace, ledger.name, ledger.uid)
-        self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
-        #: What a person should see whatever a round that ends has to say; None: nothing.
-        self.trouble: tuple[Reason, str] | None = None
-        #: Engines that repair did not help; None: there are none.
-        self.unrepaired: tuple[Reason, str] | None = None
-        #: Why closed engines wait for a Refresh; empty: they do not.
-        self.awaiting = ""
-        self._own = self.fleet
-
-    def bind(self, fleet: Fleet) -> PipelineView:
-        """Look at the fleet that an executor observes."""
-        self.fleet = fleet
-        return self
-
-    async def observe(self, seconds: float | None = None) -> None:
-        """Read pods and gates; ``seconds``: how long each gate may take to answer (None: as long as any call)."""
-        await self.fleet.read_pods()
-        await self.fleet.poll(seconds=seconds)
-        if seconds is None:
-            self.memory.observed(self.fleet.engines.values(), self.ctx.clock.monotonic())
-
-    def facts(self, committed: Committed | None) -> FleetFacts:
-        """Engines counted; those that pools still owe count as missing."""
-        engines = list(self.fleet.engines.values())
-        found = count(self.memory.believed(engines) if self.fleet is self._own else engines, committed)
-        lost = unrecorded(self.fleet.engines.values(), pipeline=self.ledger.uid) if committed is None else ()
-        return replace(found, total=max(found.total, self.expected), unrecorded=lost)
-
-    def sender_status(self) -> Obj:
-        """``sender`` and ``cacheReady`` as observed; absent ones are deleted."""
-        s = self.sender.status
-        peer = self.sender.peer
-        sender = {"podUID": s.pod_uid, "incarnation": s.incarnation, "url": peer.url} if s and peer else None
-        cache = {"version": s.cache.version, "manifestDigest": s.cache.manifest_digest} if s and s.cache else None
-        keys = [{"kid": k, "key": v} for k, v in sorted(self.ctx.keys.public_text().items())]
-        return {
-            "sender": sender,
-            "cacheReady": cache,
-            "publicKeys": keys,
-            "observedGeneration": self.ledger.pipeline["metadata"].get("generation", 0),
-        }
-
-    def _topology(self) -> tuple[bool | None, Reason, str]:
-        transport = self.ledger.spec["transport"]
-        if transport["mode"] == "CPUSerialize":
-            return True, Reason.TOPOLOGY_NOT_NEEDED, "serialized weights need no topology"
-        engines = {
-            n: e.devices for n, e in self.fleet.engines.items() if not e.gone and not e.leaving and e.status is not None
-        }
-        if not engines:
-            return None, Reason.TOPOLOGY_UNKNOWN, "no engine has reported its devices yet"
-        train = train_devices((self.ledger.spec.get("trainer") or {}).get("gpus"))
-        choice = choose(transport["mode"], engines, train, assert_mixed=bool(transport.get("assertMixed")))
-        if isinstance(choice, Refusal):
-            return False, choice.reason, choice.message
-        return True, Reason.TOPOLOGY_KNOWN, f"transport {transport['mode']} can reach every engine"
-
-    def __call__(self, *, trouble: tuple[Reason, str] | None, working: tuple[Reason, str] | None = None) -> Obj:
-        """The status fields that this view owns."""
-        committed = self.ledger.committed
-        facts = self.facts(committed)
-        return {
-            **self.sender_status(),
-            "engines": facts.counts,
-            "conditions": conditions(
-                self.ledger.status.get("conditions") or [],
-                facts=facts,
-                committed=committed,
-                sender=self.sender.status,
-                sender_problem=self.sender.problem,
-                working=working,
-                trouble=self.rules.trouble or trouble or self.trouble,
-                awaiting=self.awaiting,
-                topology=self._topology(),
-                generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),
-                now=rfc3339(self.ctx.now_ms()),
-            ),
-        }
-
-    async def write_if_changed(
-        self, working: tuple[Reason, str] | None, *, trouble: tuple[Reason, str] | None = None
-    ) -> None:
-        """Write status when it says something new. Nothing is claimed here, so the fence stays as it is."""
-        wanted = self(trouble=trouble, working=working)
-        have = self.ledger.status
-        if all(have.get(k) == v for k, v in wanted.items()):
-            return
-        self.ledger.generation = int(have.get("fence") or 0)
-        await self.ledger.write_pipeline(wanted)

@@ -29,7 +29,7 @@ _RESULT = {
 
 
 class StatusOf(Protocol):
-    """Makes the pipeline's status from an observed fleet (control.pipeline.PipelineView)."""
+    """Makes the pipeline's status from an observed fleet (control.pipeline_view.PipelineView)."""
 
     def bind(self, fleet: Fleet) -> Any:
         """Look at this fleet."""
