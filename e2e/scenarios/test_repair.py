@@ -185,6 +185,18 @@ def test_an_operator_that_dies_within_a_repair_is_succeeded(stand: Stand) -> Non
     assert stand.fleet.status("rlpipeline", "p")["fence"] > claim["generation"]
 
 
+@pytest.mark.slow
+def test_an_order_without_a_known_end_is_settled(stand: Stand) -> None:
+    """The engine never answers the resume of a repair: it is paused anew, proven idle, and resumed."""
+    victim = stand.pods[0]
+    stand.fleet.fault(victim, "continue_generation", action="hang", times=1)
+    stand.by_hand(victim, "/pause_generation", {"mode": "retract"})
+    name = victim["metadata"]["name"]
+    wait_until(lambda: any("settled" in n and name in n for n in stand.notes("Repaired")), "the order to be settled")
+    stand.heals()
+    assert victim["metadata"]["uid"] in {p["metadata"]["uid"] for p in stand.pods}, "the pod was replaced"
+
+
 def test_work_of_an_unknown_kind_is_taken_over_by_the_resume_rule(stand: Stand) -> None:
     """As an operator leaves it that was killed while it put engines to sleep."""
     stand.operator.kill()
