@@ -80,6 +80,7 @@ def counted(e: Engine, n: int, **changes: Any) -> Count:
         (fresh(holds=(7, DIGEST_A)), False),
         (fresh(uncertain=True), True),
         (engine("e-0", None), False),
+        (engine("e-0", gate(paused=True), unwanted=True), False),  # it is to go
         (replace(fresh(), gone=True), False),
         (replace(fresh(), leaving=True), False),
         (fresh(incarnation=None), False),

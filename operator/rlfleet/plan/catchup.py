@@ -73,7 +73,7 @@ def needs(e: Engine, committed: Committed | None, pipeline: str) -> bool:
     return (
         committed is not None
         and not e.gone
-        and not e.leaving
+        and not e.dropped
         and can_join(e)
         and e.status is not None
         and e.status.pipeline in ("", pipeline)
