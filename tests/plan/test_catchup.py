@@ -36,6 +36,7 @@ from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load,
 COMMITTED = Committed(7, DIGEST_A, "s1", {"L": "E"})
 HOW = Transporting(mode="CPUSerialize", backend="gloo", train=None, verify="IfSupported")
 HOLDS = cache(7, DIGEST_A)
+OTHERS = wire.Held(pipeline="another", operation="x", generation=1)
 
 
 def fresh(name: str = "e-0", **changes: Any) -> Engine:
@@ -86,7 +87,7 @@ def counted(e: Engine, n: int, **changes: Any) -> Count:
         (fresh(incarnation=None), False),
         (fresh(enrolled=False), False),
         (fresh(in_flight="op"), False),
-        (fresh(pipeline="another"), False),
+        (engine("e-0", gate(pipeline="another").model_copy(update={"fence": OTHERS})), False),
         (fresh(pipeline="p"), True),
         (fresh(engine=wire.EngineReport(state=wire.EngineState.UNREACHABLE)), False),
         (fresh(engine=wire.EngineReport(state=wire.EngineState.STARTING)), False),
