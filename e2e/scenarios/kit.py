@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,9 +86,12 @@ class Operator:
             "RLFLEET_LEADER_ELECT": "false",
             **self.env,
         }
+        # It ends with the thread that starts it: tests that were cut short left operators behind, which went on polling.
+        setpriv = shutil.which("setpriv")
+        prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlfleet.app.cli", "operator"],
+                [*prefix, sys.executable, "-m", "rlfleet.app.cli", "operator"],
                 env=env,
                 stdout=out,
                 stderr=out,

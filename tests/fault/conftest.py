@@ -14,18 +14,30 @@ from e2e.scenarios.conftest import fleet, operator
 from tests.fault.stand import Stand
 from tests.fault.sweep import Report
 
-__all__ = ["fleet", "make_stand", "operator", "report", "stand"]
+__all__ = ["fleet", "make_stand", "operator", "report", "stand", "stands"]
 
 #: Where the sweeps keep what they tried (`make fault` sets it); without it nothing is kept.
 REPORT = os.environ.get("RLFLEET_FAULT_REPORT")
 _REPORT = pytest.StashKey[Report]()
 
 
-@pytest.fixture(scope="module")
-def stand(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """A fleet of two numpy engines whose base is committed."""
-    with Stand(cluster, tmp_path_factory.mktemp("stand")) as made:
-        yield made
+@pytest.fixture(scope="package")
+def stands(cluster: LocalCluster) -> Iterator[list[Stand]]:
+    """The stand that tests of this package share, if there is one."""
+    kept: list[Stand] = []
+    yield kept
+    for one in kept:
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture
+def stand(cluster: LocalCluster, stands: list[Stand], tmp_path_factory: pytest.TempPathFactory) -> Stand:
+    """A fleet of two numpy engines whose base is committed; a new one if the last test left it in disorder."""
+    if stands and not stands[0].usable():
+        stands.pop().__exit__(None, None, None)
+    if not stands:
+        stands.append(Stand(cluster, tmp_path_factory.mktemp("stand")).__enter__())
+    return stands[0]
 
 
 @pytest.fixture

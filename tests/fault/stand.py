@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from e2e.cluster.local import LocalCluster
+from e2e.cluster.local import ClusterError, LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, wait_until
 from tests.fault.calls import Journal
 from tests.fault.history import Recorder
@@ -259,6 +259,17 @@ class Stand:
     def wait_steady(self, what: str, seconds: float = 180.0) -> None:
         """Wait until the pipeline is Ready, nothing is claimed, and ended rounds hold no finalizer."""
         wait_until(self._steady, what, seconds, every=0.1)
+
+    def usable(self, seconds: float = 30.0) -> bool:
+        """Everything runs, nothing was broken, and the fleet comes to rest with all its engines open."""
+        if self.violations() or not all(i.running() for i in self.operators):
+            return False
+        try:
+            self.wait_steady("the fleet to be steady", seconds)
+            self.fleet.ready_engines(self.engines, seconds)
+            return not any(self.fleet.paused(pod) for pod in self.fleet.engines())
+        except (AssertionError, ClusterError, OSError):
+            return False
 
     def _steady(self) -> bool:
         status = self.fleet.status("rlpipeline", "p")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(0)]
 #: `make fault POINTS=n` tries n of each scenario's points and sides, evenly spread.
 MOST_POINTS = int(os.environ.get("RLFLEET_FAULT_POINTS") or 10**6)
 #: How many of the points are tried by default.
-SAMPLES: dict[type[Scenario], int] = {Round: 14, Takeover: 3, CatchUp: 3}
+SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3}
 
 
 def check(outcomes: list[Outcome], stand: Stand) -> None:
