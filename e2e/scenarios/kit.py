@@ -86,7 +86,7 @@ class Operator:
             "RLFLEET_LEADER_ELECT": "false",
             **self.env,
         }
-        # It ends with the thread that starts it: tests that were cut short left operators behind, which went on polling.
+        # It ends with the thread that starts it: tests that were cut short left operators behind, which polled on.
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         with self.log.open("ab") as out:

@@ -136,7 +136,15 @@ class Stand:
         self.recorder.observers.append(self.checker.revision)
         self.journal.observers.append(self.checker.call)
         enter(self.recorder)
-        self.prober = enter(Prober(self.recorder, self.checker, routed=self.routed, router=lambda: self.router_url))
+        self.prober = enter(
+            Prober(
+                self.recorder,
+                self.checker,
+                every=0.3 if self.keep else 1.0,  # a soak leaves the machine to others
+                routed=self.routed,
+                router=lambda: self.router_url,
+            )
+        )
         for number in range(self.instances):
             self.operators.append(self._instance(number))
         self.pushes = enter(
