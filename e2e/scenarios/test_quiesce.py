@@ -78,6 +78,7 @@ def test_draining_lets_requests_end_aborting_ends_them_and_keeping_is_refused(fl
     assert router.listed() == urls(pods)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_generate_after_a_commit_is_closed_and_said(fleet: Fleet) -> None:
     probing = {"deadlines": DEADLINES, "probeGeneration": True}
     pods = serialized_fleet(fleet, 2, sync=probing)
