@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlfleet.api import wire
-from rlfleet.api.budgets import Bounds, Split
+from rlfleet.api.budgets import Bounds, Split, order_times
 
 SPLIT = Split.of(100)
 
@@ -13,6 +13,16 @@ SPLIT = Split.of(100)
 def test_the_shares_leave_a_tenth_for_the_proof() -> None:
     assert (SPLIT.rendezvous, SPLIT.transport, SPLIT.collective, SPLIT.teardown) == (15, 50, 15, 10)
     assert SPLIT.total == pytest.approx(90)
+
+
+@pytest.mark.parametrize(("left", "ends"), [(140.0, 90.0), (20.0, 20.0), (-5.0, 0.001)])
+def test_an_order_given_late_or_by_a_successor_gets_no_more_than_is_left(left: float, ends: float) -> None:
+    digest = "sha256:" + "a" * 64
+    times = order_times(100, left)
+    order = wire.LoadOrder(transport=wire.Transport.SERIALIZED, version=1, manifest_digest=digest, **times)
+    split = Split(order.rendezvous_seconds, order.transport_seconds, order.collective_seconds, order.teardown_seconds)
+    assert split == SPLIT
+    assert Bounds.counted_from(0, split, order.budget_seconds).ends == pytest.approx(ends)
 
 
 def test_a_part_that_starts_early_does_not_stretch_the_next() -> None:

@@ -58,6 +58,22 @@ class Split:
         return self.rendezvous + self.transport + self.collective + self.teardown
 
 
+#: What an order says when the time is used up: gates and sender then refuse or end it before they touch anything.
+MIN_BUDGET_SECONDS = 0.001
+
+
+def order_times(paused_seconds: float, left: float) -> dict[str, float]:
+    """The time fields of a Load or Broadcast order: the shares, and the ``left`` seconds there are for all of it."""
+    split = Split.of(paused_seconds)
+    return {
+        "rendezvous_seconds": split.rendezvous,
+        "transport_seconds": split.transport,
+        "collective_seconds": split.collective,
+        "teardown_seconds": split.teardown,
+        "budget_seconds": max(MIN_BUDGET_SECONDS, left),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The same as instants of a clock that only goes forward (seconds)."""

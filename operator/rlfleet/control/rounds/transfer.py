@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api import wire
-from rlfleet.api.budgets import Split
+from rlfleet.api.budgets import Split, order_times
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, PeerError, Refused
 from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
 from rlfleet.plan.verdicts import Agreement, Evidence, Verdict, agree, verdict
 
-#: What an order says when the time is used up: gates and sender then refuse or end it before they touch anything.
-MIN_BUDGET_SECONDS = 0.001
 #: How often bytes are pushed anew to gates that did not get all of them, while stagingSeconds last.
 PUSH_TRIES = 5
 
@@ -179,19 +177,13 @@ class Transfer:
     def _load_order(
         self, m: Member, group: wire.BroadcastGroup | None, rank: int | None, deadline: float
     ) -> wire.LoadOrder:
-        split = Split.of(self.paused_seconds)
-        left = max(MIN_BUDGET_SECONDS, deadline - self.fleet.ctx.clock.monotonic())
         return wire.LoadOrder(
             transport=m.transport,
             version=self.target.version,
             manifest_digest=self.target.manifest_digest,
             group=group,
             rank_offset=rank,
-            rendezvous_seconds=split.rendezvous,
-            transport_seconds=split.transport,
-            collective_seconds=split.collective,
-            teardown_seconds=split.teardown,
-            budget_seconds=left,
+            **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
         )
 
     async def _load_serialized(self, members: list[Member], *, deadline: float, again: bool) -> None:
@@ -259,15 +251,10 @@ class Transfer:
             await self.fleet.poll(wedged)
 
     async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float) -> Ended:
-        split = Split.of(self.paused_seconds)
         order = wire.BroadcastOrder(
             manifest_digest=self.target.manifest_digest,
             group=group,
-            rendezvous_seconds=split.rendezvous,
-            transport_seconds=split.transport,
-            collective_seconds=split.collective,
-            teardown_seconds=split.teardown,
-            budget_seconds=max(MIN_BUDGET_SECONDS, deadline - self.fleet.ctx.clock.monotonic()),
+            **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
         )
         return await self.sender.run(
             self.caller,
