@@ -37,8 +37,8 @@ demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a traine
 test: $(STAMP) ## all tests that need no root
 	@$(BIN)/python -m pytest
 
-fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model (an hour or more; ARGS="-k ...", POINTS=n: a part)
-	@RLFLEET_FAULT_REPORT=.fault/report.json RLFLEET_FAULT_POINTS=$(POINTS) $(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)
+fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model (an hour or more; ARGS="-k ...", POINTS=n, POINT=text: a part)
+	@RLFLEET_FAULT_REPORT=.fault/report.json RLFLEET_FAULT_POINTS=$(POINTS) RLFLEET_FAULT_POINT="$(POINT)" $(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)
 
 soak: $(STAMP) ## random faults for MINUTES=10, invariants checked all the time, memory flat (SEED=n for the same faults)
 	@$(BIN)/python -m tests.fault.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

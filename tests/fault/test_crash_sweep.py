@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(0)]
 
 #: `make fault POINTS=n` tries n of each scenario's points and sides, evenly spread.
 MOST_POINTS = int(os.environ.get("RLFLEET_FAULT_POINTS") or 10**6)
+#: `make fault POINT=text` tries those whose name contains the text.
+ONLY = os.environ.get("RLFLEET_FAULT_POINT") or ""
 #: How many of the points are tried by default.
 SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3}
 
@@ -44,6 +46,6 @@ def test_every_point(kind: type[Scenario], make_stand: Callable[..., Stand], rep
     stand = make_stand(**kind.stand_options)
 
     def chosen(sweep: Sweep) -> list[Try]:
-        return sample(sweep.tries(KILLS), MOST_POINTS)
+        return sample(sweep.tries(KILLS, lambda point: ONLY in point), MOST_POINTS)
 
     check(swept(report, kind, stand, chosen), stand)
