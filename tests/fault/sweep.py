@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from e2e.cluster.local import ClusterError
 from e2e.scenarios.kit import wait_until
 from tests.fault.proxy import Fault, Rule, at
 from tests.fault.scenarios import Scenario, State
@@ -170,7 +171,9 @@ class Sweep:
             else:
                 outcome.converged = True
         except AssertionError as e:
-            outcome.failure = str(e)[:2000]
+            outcome.failure = "; ".join(part for part in (outcome.failure, str(e)[:2000]) if part)
+            status = {name: self._status(kind, name) for kind, name in (("rlpipeline", "p"), ("enginepool", "e"))}
+            outcome.failure += f"; {json.dumps(status)[:3000]}; {stand.operator.tail(15)[-4000:]}"
         finally:
             self._clear()
         outcome.problems += stand.violations()[before:]
@@ -178,6 +181,12 @@ class Sweep:
             outcome.problems.append(f"I12: {outcome.writes} writes, {self.writes} undisturbed")
         outcome.seconds = round(time.monotonic() - started, 2)
         return outcome
+
+    def _status(self, kind: str, name: str) -> Any:
+        try:
+            return self.stand.fleet.status(kind, name)
+        except ClusterError as e:
+            return str(e)
 
     def _clear(self) -> None:
         self.stand.proxy.watch()
