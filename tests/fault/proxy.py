@@ -68,6 +68,23 @@ class Watching(StrEnum):
     FORBID = "forbid"  # new streams are refused with 403
 
 
+#: About one connection, not about the message; and what this client asks for itself.
+_HOP_BY_HOP = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 _REASONS = {
     403: "Forbidden",
     409: "Conflict",
@@ -336,8 +353,7 @@ class FaultProxy:
         return web.json_response(status, status=code, headers=headers)
 
     def _call(self, request: web.Request, data: bytes, lane: str) -> aiohttp.client._RequestContextManager:
-        wanted = ("content-type", "accept", "authorization") if lane == "peer" else ("content-type", "accept")
-        headers = {k: v for k, v in request.headers.items() if k.lower() in wanted}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
         if lane == "peer":
             timeout = aiohttp.ClientTimeout(total=_PEER_SECONDS, connect=2)
             body = io.BytesIO(data) if data else None  # a large one as bytes earns a warning
@@ -345,7 +361,7 @@ class FaultProxy:
                 request.method, request.url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             )
         if (authorization := self._access.authorization()) is not None:
-            headers["Authorization"] = authorization
+            headers["Authorization"] = authorization  # a client of this kubeconfig has none of its own
         return self._session.request(
             request.method,
             self._access.server + request.path_qs,
@@ -432,8 +448,7 @@ def of_record(call: Call) -> bool:
 
 
 def _kept(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    wanted = ("content-type", "date", "retry-after", "content-encoding")
-    return {k: v for k, v in answer.headers.items() if k.lower() in wanted}
+    return {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
 
 
 def _json(raw: bytes) -> Any:
