@@ -178,7 +178,9 @@ def test_an_operator_killed_in_transferring_guesses_nothing(fleet: Fleet, operat
 
 
 def test_an_operator_killed_in_staging_plans_anew(fleet: Fleet, operator: Operator) -> None:
-    pods = serialized_fleet(fleet, 2)
+    # stagingSeconds go on while nobody runs: they must outlast the start of an operator on a busy machine.
+    deadlines = {"pendingSeconds": 120, "stagingSeconds": 120, "pausedSeconds": 60}
+    pods = serialized_fleet(fleet, 2, sync={"deadlines": deadlines})
     fleet.publish(1, bulk=512)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Staging", "Staging", every=0.01)
