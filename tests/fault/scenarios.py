@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from e2e.scenarios.kit import TERMINAL, Fleet, wait_until
+from tests.fault.proxy import Fault, Rule
 from tests.fault.stand import Stand
 
 State = dict[str, Any]
@@ -239,10 +240,15 @@ class Takeover(Round):
     def begin(self, arm: Arm) -> None:
         for pod in self.fleet.engines():
             self.fleet.fault(pod, DISK, action="delay", seconds=1.5, times=1, when="before")
+        # When every engine was told to load, not when the phase says so: the end must be the same each time.
+        told = Rule(
+            lambda call: call.lane == "peer" and not call.read and call.label.endswith(" Load"),
+            Fault.KILL_AFTER,
+            skip=self.stand.engines - 1,
+        )
+        self.stand.proxy.strike(told)
         self.order()
-        wait_until(lambda: self.phase() == "Transferring", "Transferring", every=0.02)
-        self.stand.operators[0].kill()
-        self.stand.journal.reset()
+        wait_until(self.stand.proxy.fired.is_set, "the operator to die while engines load", _LIMIT)
         arm()
         self.stand.operator.start(wait=False)
 
