@@ -251,7 +251,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         SR,
         CATCH_UP | {"spec.engines": None},
-        "spec.engines: Required value: kind CatchUp needs engines: the names of the pods to bring to the committed",
+        "spec.engines: Required value: kind CatchUp needs engines: the names of the pods to bring to the committed "
+        "version",
     ),
     (
         SR,

@@ -149,6 +149,13 @@ STATUS: dict[str, dict[str, Any]] = {
                 "at": NOW,
             }
         ],
+        "refused": {
+            "stage": "Planned",
+            "reason": "TopologyUnknown",
+            "message": "devices are unknown",
+            "podUIDs": ["p-1"],
+            "startOvers": 1,
+        },
         "startedAt": NOW,
         "stagingAt": NOW,
         "pausedAt": NOW,
@@ -207,6 +214,7 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
             "onFailure": "Replace",
         },
         "historyLimit": 20,
+        "ttlSecondsAfterFinished": 3600,
     }
     assert "status" not in pipeline
     nothing = {"spec.replicas": None, "spec.routers": None, "spec.gate": {"image": "rlfleet:0.1.0"}}
@@ -303,8 +311,8 @@ COLUMNS = {
         | {"REASON": "EnginesNotActive"},
     ),
     "SyncRound": (
-        {"NAME": "demo-v1-by-hand", "PIPELINE": "demo", "VERSION": "1", "PHASE": "Failed", "SERIALIZED": "2"}
-        | {"BROADCAST": "1", "PAUSED-MS": "25", "TOTAL-MS": "46"},
+        {"NAME": "demo-v1-by-hand", "PIPELINE": "demo", "KIND": "Refresh", "VERSION": "1", "PHASE": "Failed"}
+        | {"SERIALIZED": "2", "BROADCAST": "1", "PAUSED-MS": "25", "TOTAL-MS": "46"},
         {"COMMITTED": "true", "ATTEMPT": "1", "BYTES": str(2**40), "GENERATION": "1790000000123"}
         | {"REASON": "RoutingDegraded"},
     ),
