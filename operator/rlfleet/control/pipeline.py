@@ -33,7 +33,7 @@ from rlfleet.control.identity import (
 )
 from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.queue import After, Done, Result, Retry
-from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair
+from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair, trouble_of
 from rlfleet.control.repair.history import let_ended_go, release_ceilings, settle_abandoned, sweep_history
 from rlfleet.control.repair.pods import replace_closed, replace_strangers
 from rlfleet.control.repair.rules import RuleName, Rules
@@ -200,6 +200,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         run = _triage(ctx, view, [r for r in mine if not is_terminal(r)], frozenset(), None).run
         return run.name if run is not None else None
 
+    # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
+    view.trouble = blocked or _trouble(ctx, view, pipeline, rounds)
     soon = None
     if blocked is None:
         soon = await rules.run(RuleName.ENGINES, lambda: _repair_engines(ctx, ledger, view, preempted))
@@ -211,8 +213,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
 
     # 7. engines that missed a round
     plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items)
-    # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
-    view.trouble = blocked or view.unrepaired or _trouble(ctx, view, pipeline, rounds) or plan.trouble
+    view.trouble = blocked or view.unrepaired or view.trouble or plan.trouble
     view.awaiting = plan.awaiting
     if behind is not None and blocked is None:
         ledger.round = open_rounds[behind.uid]
@@ -288,12 +289,7 @@ async def _repair_engines(
         for n, e in view.fleet.engines.items()
         if not e.gone and not e.leaving and e.status is not None and is_stuck(e.status)
     }
-    if problems:
-        engine, problem = next(iter(sorted(problems.items())))
-        view.unrepaired = (
-            Reason.REPAIR_FAILED,
-            f"{len(problems)} engines could not be repaired; {engine}: {problem}",
-        )
+    view.unrepaired = trouble_of(problems)
     return soon
 
 

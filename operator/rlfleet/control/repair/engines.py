@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
@@ -65,7 +65,7 @@ class EngineRepair:
             self._fleet,
             operation,
             deadline=self._deadline,
-            extra=self._status(trouble=None, working=working),
+            extra=self._status(trouble=trouble_of(memory.problems(due)), working=working),
         )
         waits = await preempted()
         if waits is not None:
@@ -76,7 +76,8 @@ class EngineRepair:
         await self._apply(caller, lambda n: (n.pod_uid, n.incarnation) in keys)
         memory.repaired(due, self._problems, self._ctx.clock.monotonic())
         self._report(due, what)
-        await self._free(trouble=None)
+        # What did not help stays said until it does: a condition that comes and goes would be two writes each time.
+        await self._free(trouble=trouble_of(self._problems))
 
     async def take_over(self) -> None:
         """Finish work of somebody else that no round object stands for: the resume rule for all live engines."""
@@ -152,16 +153,23 @@ class EngineRepair:
         done = [n for n in due if n.engine not in self._problems]
         if done:
             events.record(pipeline, "Normal", Reason.REPAIRED.value, summary(done, done=True), action="Repair")
-        if self._problems:
-            name, problem = next(iter(sorted(self._problems.items())))
-            note = f"{len(self._problems)} engines could not be repaired; {name}: {problem}"
-            events.record(pipeline, "Warning", Reason.REPAIR_FAILED.value, note, action="Repair")
+        trouble = trouble_of(self._problems)
+        if trouble is not None:
+            events.record(pipeline, "Warning", trouble[0].value, trouble[1], action="Repair")
 
     async def _free(self, *, trouble: tuple[Reason, str] | None) -> None:
         await self._fleet.read_pods()
         await self._fleet.poll()
         self._status.bind(self._fleet)
         await self._ledger.write_pipeline({"activeOperation": None, **self._status(trouble=trouble)})
+
+
+def trouble_of(problems: Mapping[str, str]) -> tuple[Reason, str] | None:
+    """What Degraded says of engines that repair did not help; None: there are none."""
+    if not problems:
+        return None
+    name, problem = min(problems.items())
+    return Reason.REPAIR_FAILED, f"{len(problems)} engines could not be repaired; {name}: {problem}"
 
 
 def summary(found: Iterable[Need], *, done: bool = False) -> str:
