@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_generate_after_a_commit_is_closed_and_said(fleet:
     assert results[pods[0]["metadata"]["name"]] == ("Unknown", "ProbeFailed")
     assert results[pods[1]["metadata"]["name"]][0] == "Ok"
     assert not fleet.paused(pods[1])
-    # Nothing proves its weights any more: it serves again only after a catch-up has loaded them anew, or as another pod.
+    # Nothing proves its weights any more: it serves again only after a catch-up loaded them anew, or as another pod.
     wait_until(lambda: all(not fleet.paused(p) for p in fleet.ready_engines(2)), "both engines to serve")
     assert len({fleet.checksum(p) for p in fleet.engines()}) == 1
     assert fleet.sync(2)["status"]["phase"] == "Succeeded"
