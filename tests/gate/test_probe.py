@@ -84,7 +84,7 @@ def test_checksums_that_hash_nothing_are_not_claimed(tmp_path: Path, make_gate: 
         assert (result["meaningful"], result.get("engineDigest")) == (False, None)
         # Known for the process's life: a gate that restarts does not have a serving engine hash itself again.
         gate.kill()
-        engine.faults(weights_checker={"action": "hang"})
+        engine.faults(weights_checker={"action": "http500"})
         gate.start()
         until("facts", lambda: "Serialized" in operator.status()["capabilities"])
         assert "Checksum" not in operator.status()["capabilities"]
