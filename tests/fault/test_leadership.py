@@ -185,3 +185,33 @@ def test_a_leader_whose_renewals_alone_are_cut_stops_before_another_one_acts(pai
     taken = [c for c in renewals(pair, since) if c.who != leader.proxy.name]
     assert taken[0].began > max(c.began for c in sent)
     assert mutations(pair, standby, since)
+
+
+def test_a_new_leader_tells_gates_nothing_new_and_raises_the_fence_before_it_tells_them_something(pair: Stand) -> None:
+    leader, standby = roles(pair)
+    assert standby.proxy is not None
+    pair.wait_quiet()
+    held = pair.fleet.status("rlpipeline", "p")["fence"]
+    since = time.monotonic()
+    assert leader.operator.process is not None
+    leader.operator.process.send_signal(signal.SIGTERM)
+    assert leader.operator.process.wait(60) == 0, leader.operator.tail()
+
+    def sent(method: str) -> list[Call]:
+        calls = list(pair.journal.calls)
+        who = standby.proxy.name if standby.proxy else ""
+        return [c for c in calls if c.who == who and c.method == method and c.began > since and c.status is not None]
+
+    def looked() -> bool:
+        asked = [c.peer_uid for c in sent("GET") if c.path == "/v1/status"]
+        return all(asked.count(p["metadata"]["uid"]) >= 4 for p in pair.pods)
+
+    wait_until(looked, "the new leader to have asked every gate several times")
+    assert [m for m in mutations(pair, standby, since) if "leases" not in m] == []
+
+    old = pair.pods[0]["metadata"]
+    pair.cluster.kubectl("delete", "pod", old["name"], "-n", pair.namespace, "--wait=false")
+    told = wait_until(lambda: [c for c in sent("POST") if c.path == "/v1/enroll"], "the new engine's gate to be told")
+    raised = [c for c in sent("PATCH") if c.plural == "rlpipelines" and "fence" in (c.body.get("status") or {})]
+    assert raised[0].began < told[0].began
+    assert told[0].body["generation"] == raised[0].body["status"]["fence"] > held

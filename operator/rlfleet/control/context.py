@@ -141,6 +141,8 @@ class Context:
     guard: Guard
     settings: ControlSettings = field(default_factory=ControlSettings)
     clock: Clock = field(default_factory=SystemClock)
+    raised: set[str] = field(default_factory=set)
+    """UIDs of pipelines whose fence this process has raised: its calls are above those of every earlier leader."""
     metrics: Metrics = field(default_factory=NoMetrics)
     gates: GateMemory = field(default_factory=GateMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)

@@ -3,6 +3,8 @@
 Invariants:
 - a gate that does not answer leaves the last known status in place, marked as not answered; status says so only when
   the silence lasts;
+- a gate is told again when its own word is that it was told something else, and nothing is told before the pipeline's
+  fence is above that of every earlier leader;
 - while a round or repair runs, engines that were up before it are not asked: they are its members, and their passing
   states are none of the pool's business (so a round costs the pool one status write, not one per step).
 """
@@ -12,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlfleet.api import naming
+from rlfleet.api import labels, naming
+from rlfleet.api.fencing import MAX_AHEAD_MS
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EnrollRequest, GateStatus
 from rlfleet.control.context import Context
 from rlfleet.control.peers import Peer, PeerError, Refused, fan_out
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.routers import Resolved, base_url
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import RLPIPELINES
+from rlfleet.plan.claims import next_fence
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.template import engine_port, gate_port
 
@@ -73,17 +79,17 @@ async def observe(
     uid = pipeline["metadata"]["uid"]
     keys = ctx.keys.public_text()
 
-    async def one(pod: PodFact) -> GateStatus:
-        peer = gate_peer(pool, pod)
-        status = await ctx.peers.gate_status(peer, uid)
-        request = enrollment(pool, pipeline, pod, routers, keys)
-        # Compared with what the gate holds, not with what this process once said: a leader that was frozen may have
-        # told it something older since.
-        if not status.enrolled or status.pipeline != uid or status.enrolment != request.digest():
-            status = await ctx.peers.enroll(peer, request)
-        return status
-
-    for pod, result in (await fan_out(ask, one, limit=ctx.settings.gate_parallel)).items():
+    requests = {p: enrollment(pool, pipeline, p, routers, keys) for p in ask}
+    peers = {p: gate_peer(pool, p) for p in ask}
+    limit = ctx.settings.gate_parallel
+    results = await fan_out(ask, lambda p: ctx.peers.gate_status(peers[p], uid), limit=limit)
+    # Compared with what the gate holds, not with what this process once said: a leader that was frozen may have told it
+    # something older since.
+    late = [p for p, r in results.items() if isinstance(r, GateStatus) and _needs(r, uid, requests[p])]
+    if late and (stood := await stand(ctx, pipeline)) is not None:
+        requests = {p: enrollment(pool, stood, p, routers, keys) for p in late}
+        results |= await fan_out(late, lambda p: ctx.peers.enroll(peers[p], requests[p]), limit=limit)
+    for pod, result in results.items():
         memory.answered[pod.uid] = not isinstance(result, PeerError)
         memory.refusals.pop(pod.uid, None)
         if isinstance(result, Refused):
@@ -94,3 +100,33 @@ async def observe(
         else:
             memory.silence.heard(pod.uid)
             memory.gates[pod.uid] = result
+
+
+def _needs(status: GateStatus, pipeline: str, request: EnrollRequest) -> bool:
+    return not status.enrolled or status.pipeline != pipeline or status.enrolment != request.digest()
+
+
+async def stand(ctx: Context, pipeline: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The pipeline with a fence above everything that an earlier leader may still have under way.
+
+    Raised once by each process, and only where an operation was claimed before: a pipeline that never had one has
+    opened no engine. None: something is claimed, and whoever executes it (we, in a moment) raises the fence.
+    """
+    status = pipeline.get("status") or {}
+    held = int(status.get("fence") or 0)
+    uid = pipeline["metadata"]["uid"]
+    if uid in ctx.raised or not held or held > ctx.now_ms() + MAX_AHEAD_MS:
+        return pipeline
+    if status.get("activeOperation"):
+        return None
+    stood = await ctx.kube.at(Priority.SCALE, field_manager=labels.PIPELINE_MANAGER).patch_status(
+        RLPIPELINES,
+        pipeline["metadata"]["namespace"],
+        pipeline["metadata"]["name"],
+        resource_version=pipeline["metadata"]["resourceVersion"],
+        status={"fence": next_fence(held, 0, ctx.kube.last_date_ms)},
+        timeout=ctx.settings.api_timeout,
+    )
+    ctx.metrics.write(RLPIPELINES.plural)
+    ctx.raised.add(uid)
+    return stood

@@ -182,6 +182,7 @@ class Ledger:
             raise
         self.ctx.gates.claimed(self.uid, before=held, now=fence)
         self.generation = fence
+        self.ctx.raised.add(self.uid)
         self._unsaid = [row(asked, Applied(), rfc3339(self.ctx.now_ms()))]
 
     async def _hold_pipeline(self) -> None:
