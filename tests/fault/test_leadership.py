@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DISK = "update_weights_from_disk"
 LEASE_NAME = "rlfleet-fault"
-LEASE_SECONDS = 6
+LEASE_SECONDS = 10
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def pair(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     env = {
         "RLFLEET_LEASE_NAME": LEASE_NAME,
         "RLFLEET_LEASE_SECONDS": str(LEASE_SECONDS),
-        "RLFLEET_LEASE_RENEW_SECONDS": "4",
+        "RLFLEET_LEASE_RENEW_SECONDS": "8",
         "RLFLEET_LEASE_RETRY_SECONDS": "0.5",
     }
     grant(cluster)
