@@ -73,7 +73,8 @@ class Bench:
             every=0.01,
         )
         taken = time.perf_counter() - started
-        assert self.fleet.ended(name)["status"]["phase"] == "Succeeded"
+        done = self.fleet.ended(name)["status"]
+        assert done["phase"] == "Succeeded", done
         return taken
 
     def leader(self, operators: list[Operator]) -> Operator:
