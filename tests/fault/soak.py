@@ -104,6 +104,7 @@ class Soak:
         """From the empty namespace to the totals."""
         with self.stand:
             self._set_up()
+            self.started = time.monotonic()  # minutes of faults, not of building
             trainer = threading.Thread(target=self._train, daemon=True)
             supervisor = threading.Thread(target=self._supervise, daemon=True)
             trainer.start()
