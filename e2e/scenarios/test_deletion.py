@@ -77,7 +77,7 @@ def held_by_us(fleet: Fleet) -> list[str]:
 
 
 def delete(fleet: Fleet, what: str, *, mode: str = "background", wait: str = "--timeout=120s") -> None:
-    fleet.cluster.kubectl("delete", *what.split("/"), "-n", fleet.namespace, f"--cascade={mode}", wait)
+    fleet.cluster.kubectl("delete", *what.split("/"), "-n", fleet.namespace, f"--cascade={mode}", wait, timeout=150)
 
 
 def closed(fleet: Fleet, pods: list[dict[str, Any]]) -> bool:
@@ -179,7 +179,7 @@ def test_a_namespace_deleted_in_a_round_goes_and_nothing_loops(fleet: Fleet, ope
         pods = serialized_fleet(mine, 2, sync=SYNC)
         with round_in(mine, "Transferring", pods):
             mark, logged = fleet.cluster.audit_mark(), len(operator.log.read_text())
-            fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--timeout=120s")
+            fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--timeout=120s", timeout=150)
     refused = [e for e in fleet.cluster.audit(mark) if e.namespace == mine.namespace and e.code == 403]
     assert len([e for e in refused if "rlfleet" in e.user]) < 10, refused
     said = operator.log.read_text()[logged:]
@@ -253,7 +253,9 @@ def test_a_namespace_is_deleted_in_every_phase(fleet: Fleet, phase: str) -> None
             if phase == "Holding":
                 # A frozen gate keeps its pod from ending in time; the kubelet kills it after its grace.
                 fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--wait=false")
-        fleet.cluster.kubectl("delete", "namespace", mine.namespace, "--timeout=120s", "--ignore-not-found")
+        fleet.cluster.kubectl(
+            "delete", "namespace", mine.namespace, "--timeout=120s", "--ignore-not-found", timeout=150
+        )
 
 
 @pytest.mark.slow
@@ -265,7 +267,8 @@ def test_an_engine_that_does_not_close_holds_a_deletion_up_for_five_minutes_only
     cluster.hollow.freeze(fleet.namespace, silent, "engine")
     began = time.monotonic()
     try:
-        delete(fleet, "rlpipeline/p", wait="--timeout=420s")
+        delete(fleet, "rlpipeline/p", wait="--wait=false")
+        wait_until(lambda: not left(fleet, "rlpipelines"), "the ceiling", 420, every=1)
     finally:
         cluster.hollow.thaw(fleet.namespace, silent, "engine")
     assert time.monotonic() - began > 290
