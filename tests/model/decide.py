@@ -1,0 +1,275 @@
+"""The planner's functions over what an operator has seen, with their answers remembered.
+
+Everything here only translates: views of columns into the planner's types, and its answers back into column numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlfleet.api import wire
+from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.wire import Transport
+from rlfleet.plan import attempts, holding
+from rlfleet.plan import freeze as freezing
+from rlfleet.plan import triage as sorting
+from rlfleet.plan import verdicts as judging
+from rlfleet.plan.rounds import TERMINAL, Committed, Engine, Member, RoundPlan, RoundRef
+from rlfleet.plan.transport import Refusal
+from tests.model.gate import PIPELINE, cached, digest, gate_status
+from tests.model.state import Answer, Column, View
+
+Views = tuple[View, ...]
+Members = tuple[int, ...]
+
+
+def views_of(columns: list[Column], who: int) -> Views:
+    """What operator ``who`` knows."""
+    return tuple(c.views[who] for c in columns)
+
+
+def members_of(columns: list[Column], work: int) -> Members:
+    """The frozen members of a round: pod numbers."""
+    return tuple(c.member[work] for c in columns)
+
+
+@cached
+def engine(number: int, view: View) -> Engine | None:
+    """One engine as the planner sees it; None: no such pod."""
+    if view.pod < 0:
+        return None
+    return Engine(
+        name=f"e{number}",
+        pool="pool",
+        pod_uid=f"pod-{view.pod}",
+        url="",
+        status=gate_status(view.status) if view.status else None,
+        gone=bool(view.gone),
+    )
+
+
+@cached
+def engines(views: Views) -> dict[str, Engine]:
+    """All engines that are seen."""
+    return {e.name: e for i, v in enumerate(views) if (e := engine(i, v)) is not None}
+
+
+@cached
+def plan(members: Members) -> RoundPlan:
+    """The frozen plan of a round."""
+    return RoundPlan(
+        tuple(Member(f"e{i}", f"pod-{m}", f"i{m}", Transport.SERIALIZED) for i, m in enumerate(members) if m > 0),
+        1,
+        tuple(f"e{i}" for i, m in enumerate(members) if m == -2),
+    )
+
+
+@cached
+def committed(value: Answer) -> Committed | None:
+    """``status.committed``."""
+    return Committed(value[0], digest(value[1]), "", {"L": f"e{value[1]}"}) if value else None
+
+
+def numbers(names: Any) -> tuple[int, ...]:
+    """Column numbers of engine names."""
+    return tuple(sorted({int(n[1:]) for n in names}))
+
+
+@cached
+def verdicts(views: Views, members: Members, work: int, version: int, content: int) -> dict[str, judging.Verdict]:
+    """Every member's verdict."""
+    seen = engines(views)
+    return {
+        m.engine: judging.verdict(
+            m, seen.get(m.engine), operation=f"r{work}", version=version, manifest_digest=digest(content)
+        )
+        for m in plan(members).members
+    }
+
+
+@cached
+def unfenced(views: Views, generation: int) -> tuple[int, ...]:
+    """Who has not stored the generation."""
+    return numbers(judging.unfenced(engines(views).values(), pipeline=PIPELINE, generation=generation))
+
+
+@cached
+def could_serve(views: Views, members: Members, work: int, version: int, content: int) -> tuple[int, ...]:
+    """Who might serve something else than the target."""
+    return numbers(judging.could_serve(engines(views), verdicts(views, members, work, version, content)))
+
+
+@cached
+def not_paused(views: Views, names: tuple[int, ...]) -> tuple[int, ...]:
+    """Who of them is not proven paused (as ``Closing._shut`` looks)."""
+    return tuple(i for i in names if not views[i].status or views[i].status[2] != 1)
+
+
+@cached
+def conclude(
+    views: Views, members: Members, work: int, version: int, content: int, open_ones: tuple[int, ...], limit: int
+) -> judging.Outcome:
+    """Commit, hold, wait or abort."""
+    return judging.conclude(
+        plan(members),
+        verdicts(views, members, work, version, content),
+        unfenced=[f"e{i}" for i in open_ones],
+        max_unavailable=limit,
+    )
+
+
+@cached
+def agreed(
+    evidence: tuple[tuple[int, int], ...], held: Answer, content: int, known: int, others: int
+) -> tuple[int, ...]:
+    """Members whose checksums agree; evidence is (column, bytes); ``known``: what whole members have been found to
+    have (-1: none is); ``others`` may still confirm a lone one."""
+    found = [judging.Evidence(f"e{i}", "L", f"e{b}", None) for i, b in evidence]
+    answer = judging.agree(
+        found,
+        committed=committed(held),
+        manifest_digest=digest(content),
+        verify="IfSupported",
+        agreed_on={"L": f"e{known}"} if known >= 0 else {},
+        others={"L": others},
+    )
+    return numbers(answer.agreed)
+
+
+@cached
+def abort(views: Views, members: Members, work: int, held: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The resume rule: who resumes, who is closed."""
+    rule = judging.abort(plan(members), engines(views), committed(held), operation=f"r{work}")
+    return numbers(rule.resume), numbers(rule.close)
+
+
+@cached
+def reopening(
+    views: Views, members: Members, work: int, version: int, content: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """After the commit: who resumes, who is closed, who is missing."""
+    doors = judging.reopening(verdicts(views, members, work, version, content), engines(views))
+    return numbers(doors.resume), numbers(doors.close), numbers(doors.missing)
+
+
+@cached
+def at_committed(views: Views, held: Answer) -> tuple[int, ...]:
+    """Who is proven at the committed weights."""
+    return numbers(n for n, e in engines(views).items() if judging.at_committed(e, committed(held)))
+
+
+@cached
+def sender_status(incarnation: int, slots: tuple[tuple[int, int], ...]) -> wire.SenderStatus:
+    """What a sender process says of itself."""
+    caches = tuple(
+        wire.SenderCache(version=v, manifest_digest=digest(b), total_bytes=1, tensors=1, buckets=1) for v, b in slots
+    )
+    return wire.SenderStatus(
+        protocol_version=1,
+        capabilities=("Serialized",),
+        pod_uid=f"trainer-{incarnation}",
+        incarnation=f"s{incarnation}",
+        cache=caches[-1] if caches else None,
+        slots=caches,
+    )
+
+
+@cached
+def freeze(views: Views, incarnation: int, slots: tuple[tuple[int, int], ...], limit: int) -> Members | None:
+    """Members of a new round per column (-2: silent); None: refused."""
+    seen = engines(views)
+    answer = freezing.freeze(
+        list(seen.values()),
+        mode="CPUSerialize",
+        assert_mixed=False,
+        backend="gloo",
+        train=None,
+        sender=sender_status(incarnation, slots),
+        total_bytes=1,
+        verify="IfSupported",
+        max_unavailable=limit,
+    )
+    if isinstance(answer, Refusal):
+        return None
+    found = [0] * len(views)
+    for m in answer.members:
+        found[int(m.engine[1:])] = int(m.pod_uid.removeprefix("pod-"))
+    for name in answer.silent:
+        found[int(name[1:])] = -2
+    return tuple(found)
+
+
+@cached
+def triage(
+    rounds: tuple[tuple[int, str, int, int, bool], ...],
+    held: Answer,
+    sender: Answer,
+    slots: tuple[tuple[int, int], ...],
+) -> tuple[tuple[tuple[int, str], ...], int]:
+    """Rounds are (number, phase, version, sender incarnation, cancelled); ends as (number, outcome), and who runs."""
+    answer = sorting.triage(
+        [
+            RoundRef(
+                name=f"r{n}",
+                uid=f"r{n}",
+                version=version,
+                attempt=1,
+                sender_incarnation=f"s{made_by}",
+                phase=phase,
+                created_ms=n,
+                cancel=cancelled,
+            )
+            for n, phase, version, made_by, cancelled in rounds
+        ],
+        committed=committed(held),
+        sender=sender_status(sender[0], slots) if sender else None,
+        sender_problem=None,
+        now_ms=0,
+        pending_ms=600_000,
+        joinable=3,
+        expected=3,
+    )
+    return tuple((int(s.round.uid[1:]), s.outcome) for s in answer.settle), (
+        int(answer.run.uid[1:]) if answer.run else -1
+    )
+
+
+@cached
+def can_load(view: View, member: int, verdict: judging.Verdict, work: int, content: int) -> bool:
+    """Healing may load again (``control.rounds.healing.Healing._can_load``)."""
+    if verdict not in (judging.Verdict.UNTOUCHED, judging.Verdict.POISONED) or not view.status:
+        return False
+    _, _, paused, _, _, busy, uncertain, staged, _, log = view.status
+    return bool(staged == (work, content) and not busy and not uncertain and paused == 1 and log[1] >> 2 < 3)
+
+
+@cached
+def turn(
+    after: judging.Next, cancelled: bool, vanished: bool, superseded: bool, can_heal: bool, spent: bool, how: str
+) -> holding.Move:
+    """The next move of a round in Holding."""
+    wishes = holding.Wishes(vanished=vanished, cancelled=cancelled, superseded=superseded)
+    return holding.turn(holding.Turn(after, wishes, can_heal=can_heal, spent=spent, on_failure=how))
+
+
+@cached
+def round_write(phase: str, lease: int, wanted: str, generation: int) -> attempts.Decision:
+    """Whether a phase may be written to a round, whose last write is known by its phase and generation.
+
+    Each generation has one holder, so the holder's name is made from it.
+    """
+
+    def op(to: str) -> AttemptOp:
+        return AttemptOp.SETTLE if to in TERMINAL else AttemptOp.ADVANCE
+
+    last = frozenset({attempts.request_id(op(phase), lease, phase)}) if lease else frozenset()
+    record = attempts.RoundRecord(phase=phase, holder=f"h{lease}" if lease else "", generation=lease, applied=last)
+    asked = attempts.Presented(
+        op(wanted),
+        attempts.request_id(op(wanted), generation, wanted),
+        "r",
+        f"h{generation}",
+        generation,
+        wanted if wanted in TERMINAL else "",
+    )
+    return attempts.decide(record, asked)

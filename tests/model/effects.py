@@ -1,0 +1,496 @@
+"""The operator's effects: one read, write or call per step, with every fault that can befall it.
+
+A call to a gate that gets no answer is given up at once: asking again under the same id is what a duplicated message
+does, which is a fault of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlfleet.api import fencing
+from rlfleet.api.fencing import Fence
+from rlfleet.plan import attempts, claims
+from rlfleet.plan.rounds import TERMINAL
+from tests.model import decide, gate
+from tests.model.gate import FENCE, PIPELINE, STAGE
+from tests.model.hand import FOUND, KINDS, MARK, POLL, Step_
+from tests.model.program import Run
+from tests.model.state import (
+    AWAIT,
+    BASE,
+    CLOSE,
+    FAILED,
+    IDLE,
+    LOAD,
+    NOT_OK,
+    OK,
+    OPEN,
+    RESUME,
+    RUNNING,
+    VERIFY,
+    Column,
+    Round,
+    Scope,
+    State,
+)
+
+
+def steps(scope: Scope, state: State, who: int) -> Iterator[Step_]:
+    """Every way in which this operator's next effect can go, with what the story says of it."""
+    world, columns = state
+    pc = world.operators[who].pc
+    effect = EFFECTS.get(pc)
+    if effect is not None:
+        yield from effect(Run(scope, world, columns, who))
+
+
+def _top(run: Run) -> Iterator[Step_]:
+    run.set(pc="pipeline", arg=run.world.rounds)
+    yield "lists rounds", run.state()
+
+
+def _pipeline(run: Run) -> Iterator[Step_]:
+    s = run.world.sender
+    rounds = run.op.arg
+    run.set(seen=run.world.pipeline, seen_fresh=1, sender=(s.incarnation, s.hold), arg=())
+    run.decide_top(rounds)
+    yield "reads the pipeline and asks the sender", run.state()
+
+
+def _idle(run: Run) -> Iterator[Step_]:
+    world = run.world
+    if world.pipeline.active or any(r.exists and r.phase not in TERMINAL for r in world.rounds):
+        run.top()
+        yield from _top(run)
+
+
+def _claim(run: Run) -> Iterator[Step_]:
+    op = run.op
+    kind, above = op.arg
+    date = run.world.highest + 1 if run.scope.clock else 0
+    fence = claims.next_fence(op.seen.fence, above, date)
+    carried = op.seen.active[4] if op.seen.active and op.seen.active[1] == op.work else 0
+    active = (kind, op.work, fence, run.who, carried)
+    if not CONDITIONAL(op.seen_fresh):
+        run.top()
+        yield f"claims generation {fence}: conflict", run.state()
+        return
+    if run.world.budget.total and run.world.budget.lost:
+        lost = run.copy()
+        lost.spend(lost=1)
+        _write_claim(lost, fence, active)
+        lost.set(pc="claimrb", arg=(kind, active), seen=op.seen, seen_fresh=0)
+        yield f"claims generation {fence}; the answer is lost", lost.state()
+        lost = run.copy()
+        lost.spend(lost=1)
+        lost.set(pc="claimrb", arg=(kind, active), seen=op.seen, seen_fresh=0)
+        yield f"claims generation {fence}; the request is lost", lost.state()
+    _write_claim(run, fence, active)
+    run.set(generation=fence)
+    run.claimed()
+    yield f"claims generation {fence} for round {op.work} ({kind})", run.state()
+
+
+def CONDITIONAL(fresh: int) -> bool:
+    """The apiserver takes a claim only if nothing was written since the pipeline was read."""
+    return bool(fresh)
+
+
+def _write_claim(run: Run, fence: int, active: tuple[Any, ...]) -> None:
+    if fence <= run.world.highest:
+        run.wrong(f"generation {fence} was claimed twice")
+    run.world = run.world._replace(highest=max(run.world.highest, fence))
+    run.write_pipeline(run.world.pipeline._replace(fence=fence, active=active))
+
+
+def _claimrb(run: Run) -> Iterator[Step_]:
+    kind, active = run.op.arg
+    live = run.world.pipeline
+    if claims.claim_landed(live.active, active):
+        run.set(seen=live, seen_fresh=1, generation=active[2], arg=(kind, 0))
+        run.claimed()
+    else:
+        run.top()
+    yield "reads back whether its claim was written", run.state()
+
+
+def _read_round(run: Run) -> Iterator[Step_]:
+    then = run.op.arg
+    live = run.world.rounds[run.op.work]
+    run.set(round=live, round_fresh=1)
+    if not live.exists and then[0] != "holding":
+        run.top()
+    elif len(then) > 1:
+        run.set(pc="wr")
+    else:
+        getattr(run, then[0])()
+    yield f"reads round {run.op.work if run.op.work >= 0 else ''}", run.state()
+
+
+def _write_round(run: Run) -> Iterator[Step_]:
+    op = run.op
+    then, phase = op.arg[:2]
+    old = op.round
+    n = op.work
+    may = decide.round_write(old.phase, old.lease, phase, op.generation)
+    if isinstance(may, attempts.Rejected):
+        run.top()
+        yield f"may not write {phase} to round {n}: {may.reason.value}", run.state()
+        return
+    if isinstance(may, attempts.Duplicate) and len(op.arg) > 2:
+        _wrote(run, then)
+        yield f"finds {phase} in round {n}: its answer was lost", run.state()
+        return
+    if not op.round_fresh:
+        run.set(pc="rr", arg=(then, phase, 1))
+        yield f"writes {phase} to round {n}: conflict", run.state()
+        return
+    content = old.bytes
+    if then == "planned":
+        frozen = decide.freeze(run.views, op.sender[0], run.slots(), run.scope.max_unavailable)
+        content = run.scope.content(op.sender[0], run.scope.versions[n][0]) or BASE
+        for i, c in enumerate(run.columns):
+            member = list(c.member)
+            member[n] = frozen[i]
+            run.column(i, member=tuple(member))
+    new = Round(phase, op.generation, content)
+    if phase == "Succeeded" and then != "unclaimed":
+        _check_success(run, content)
+    if run.world.budget.total and run.world.budget.lost:
+        lost = run.copy()
+        lost.spend(lost=1)
+        lost.write_round(n, new)
+        lost.set(pc="rr", arg=(then, phase, 1), round=old, round_fresh=0)
+        yield f"writes {phase} to round {n}; the answer is lost", lost.state()
+    run.write_round(n, new)
+    _wrote(run, then)
+    yield f"writes {phase} to round {n}", run.state()
+
+
+def _wrote(run: Run, then: str) -> None:
+    if then == "barrier":
+        run.barrier(claims.Barrier(*run.op.barrier), written=True)
+    elif then == "unclaimed":
+        run.top()
+    else:
+        getattr(run, then)()
+
+
+def _check_success(run: Run, content: int) -> None:
+    if run.world.truth != content:
+        run.wrong("a round is Succeeded although its bytes are not committed")
+    away = [
+        c.pod
+        for c in run.columns
+        if c.alive
+        and c.holds
+        and c.holds[1] == content
+        and not (c.admit and c.routed)
+        and c.member[run.op.work] == c.pod
+    ]
+    if len(away) > run.scope.max_unavailable:
+        run.wrong(f"a round is Succeeded although pods {away}, which are whole, can not be reached")
+
+
+def _read_pipeline(run: Run) -> Iterator[Step_]:
+    then = run.op.arg
+    live = run.world.pipeline
+    run.set(seen=live, seen_fresh=1)
+    deposed = claims.is_deposed(live.fence, run.op.generation)
+    if then[0] == "shown":
+        run.barrier(claims.Barrier(*run.op.barrier), fence=live.fence)
+    elif deposed:
+        run.top()
+    elif then[0] == "hold":
+        run.held_on()
+    else:
+        run.set(pc="wp")
+    yield "reads the pipeline" + (": deposed" if deposed else ""), run.state()
+
+
+def _write_pipeline(run: Run) -> Iterator[Step_]:
+    op = run.op
+    what = op.arg[0]
+    if claims.is_deposed(op.seen.fence, op.generation):
+        run.top()
+        yield f"may not write {what}: deposed", run.state()
+        return
+    if not op.seen_fresh:
+        run.set(pc="rp")
+        yield f"writes {what}: conflict", run.state()
+        return
+    if what == "commit":
+        new = op.seen._replace(committed=run.target, active=(*op.seen.active[:4], 1))
+        _check_commit(run)
+        run.world = run.world._replace(truth=run.target[1])
+    else:
+        new = op.seen._replace(active=())
+    if run.world.budget.total and run.world.budget.lost:
+        lost = run.copy()
+        lost.spend(lost=1)
+        lost.write_pipeline(new)
+        lost.set(pc="rp", seen=op.seen, seen_fresh=0)
+        yield f"writes {what}; the answer is lost", lost.state()
+    if op.generation < run.world.pipeline.fence:
+        run.wrong("a deposed operator wrote the pipeline")
+    run.write_pipeline(new)
+    if what == "commit":
+        run.committed()
+    else:
+        run.top()
+    yield "commits" if what == "commit" else "frees the slot", run.state()
+
+
+def run_member(c: Column, run: Run) -> bool:
+    """The engine at this address is the member that was frozen."""
+    return c.member[run.op.work] == c.pod
+
+
+def _check_commit(run: Run) -> None:
+    """Everyone is fenced: no live engine that could serve other weights still takes orders of an older generation."""
+    if not any(c.holds[:2] == run.target for c in run.columns):
+        run.wrong("committed although no engine is proven at the target")
+    absent = [c.pod for c in run.columns if c.alive and run_member(c, run) and c.holds[:2] != run.target]
+    if len(absent) > run.scope.max_unavailable:
+        run.wrong(f"committed although members {absent} are not whole")
+    for c in run.columns:
+        if c.alive and c.admit and c.routed and c.bytes != run.target[1]:
+            run.wrong(f"committed while pod {c.pod} serves other bytes")
+        if c.alive and c.holds and c.fence[0] < run.op.generation:
+            run.wrong(f"committed while pod {c.pod} has not stored the generation")
+
+
+def _sender(run: Run) -> Iterator[Step_]:
+    """Calls to the sender: fence, hold, release. Its fence is in memory: another process has none."""
+    op, s = run.op, run.world.sender
+    what = op.arg[0]
+    held = Fence(PIPELINE, f"r{s.fence[1]}", s.fence[0]) if s.fence[0] else Fence()
+    asked = Fence(PIPELINE, f"r{op.work}", op.generation)
+    allowed = fencing.admit(held, asked, now_ms=0, closed=s.hold < 0) is fencing.Admission.ACCEPT
+    if run.world.budget.total and run.world.budget.lost:
+        lost = run.copy()
+        lost.spend(lost=1)
+        _asked_sender(lost, op.arg, None, 0)
+        yield f"asks the sender to {what}; nothing comes back", lost.state()
+    said: tuple[int, int] | None = None
+    if allowed:
+        version = run.scope.versions[op.work][0]
+        content = run.scope.content(s.incarnation, version)
+        hold = s.hold
+        if what == "hold" and content is not None:
+            hold = op.work
+        elif what == "release" and hold == op.work:
+            hold = -1
+        run.world = run.world._replace(sender=s._replace(fence=(op.generation, op.work), hold=hold))
+        said = (s.incarnation, hold)
+    _asked_sender(run, op.arg, said, 0 if allowed else s.fence[0])
+    yield f"asks the sender to {what}" + ("" if allowed else ": 412"), run.state()
+
+
+def _asked_sender(run: Run, arg: tuple[Any, ...], said: tuple[int, int] | None, shown: int) -> None:
+    if arg[0] == "fence":
+        run.set(sender=said or ())
+        shown = max(shown, *(run.view(i).refused for i in range(len(run.columns))))
+        run.barrier(claims.Barrier(*run.op.barrier), fenced=True, shown=shown)
+    elif arg[0] == "hold":
+        if said is None or said[1] != run.op.work:
+            run.refuse("Failed")
+        else:
+            run.set(sender=said)
+            run.held()
+    else:
+        run.phase(arg[1], "settled")
+
+
+def _delete(run: Run) -> Iterator[Step_]:
+    """Delete pods that do not heal, each under the UID that was seen."""
+    for i, c in enumerate(run.columns):
+        if c.todo[run.who]:
+            one = run.copy()
+            one.mine(i, "todo", IDLE)
+            if PRECONDITION(one.view(i).pod, c.pod):
+                if one.view(i).pod != c.pod:
+                    one.wrong(f"deleted pod {c.pod} although the decision was about pod {one.view(i).pod}")
+                one.columns[i] = one.columns[i]._replace(alive=0, admit=0, up=0, pend=-1, current=-1)
+            if not any(k.todo[one.who] for k in one.columns):
+                one.set(pc="rp", arg=("hold",))
+            yield f"deletes pod {c.pod}", one.state()
+
+
+def PRECONDITION(decided: int, live: int) -> bool:
+    """The apiserver deletes only the pod of the UID that the decision was about."""
+    return decided == live
+
+
+# ------------------------------------------------------------------------------------------------ calls to gates
+
+
+def _fan(run: Run) -> Iterator[Step_]:
+    """One call of a fan-out, whichever comes next, and every fault that can befall it."""
+    scope, budget, who = run.scope, run.world.budget, run.who
+    name, again = run.op.arg
+    seen_before = set()
+    for i, c in enumerate(run.columns):
+        todo = c.todo[who]
+        if not todo:
+            continue
+        if c in seen_before:
+            continue  # an equal column: the same step by symmetry
+        seen_before.add(c)
+        kind, how = todo >> 2, todo & 3
+        if how == AWAIT:
+            yield from _await(run, i, kind)
+            continue
+        if kind == POLL:
+            yield from _poll(run, i)
+            break  # a poll changes nothing, so the order of polls does not matter
+        op, v = run.op, c.views[who]
+        version, content = op.seen.committed if kind == RESUME and name != "resumed" else run.target
+        known = v.status[9][kind] >> 2 if kind < FENCE and v.status and v.status[1][1] == op.work else 0
+        attempt = 0 if kind >= FENCE else (known + 1 if again and kind not in (CLOSE, OPEN) else max(1, known))
+        m = (kind, op.work, op.generation, v.pod, attempt, version, content)
+        what = f"{KINDS[kind]} at pod {v.pod}"
+        if not c.up or not c.alive or (kind == STAGE and run.world.sender.incarnation != scope.versions[op.work][1]):
+            one = run.copy()
+            _answered(one, i, kind, None)
+            yield f"{what}: no answer", one.state()
+            continue
+        # as it should go
+        after, answer = gate.deliver(c, m)
+        if answer == ("busy",):
+            one = run.copy()
+            _answered(one, i, kind, ("no",))
+            yield f"{what}: busy until the deadline", one.state()
+            continue
+        one = run.copy()
+        one.columns[i] = after
+        changed(one, c, after, m)
+        _answered(one, i, kind, answer)
+        yield f"{what}: {answer[0]}", one.state()
+        if not budget.total:
+            continue
+        if budget.lost:
+            one = run.copy()
+            one.spend(lost=1)
+            _answered(one, i, kind, None)
+            yield f"{what}: the request is lost", one.state()
+            if after != c:
+                one = run.copy()
+                one.columns[i] = after
+                one.spend(lost=1)
+                changed(one, c, after, m)
+                _answered(one, i, kind, None)
+                yield f"{what}: {answer[0]}, but the answer is lost", one.state()
+        if budget.duplicate:
+            one = run.copy()
+            one.columns[i] = after._replace(wire=(*after.wire, m))
+            one.spend(duplicate=1)
+            _answered(one, i, kind, answer)
+            yield f"{what}: {answer[0]}, and a second copy travels on", one.state()
+        if budget.delay:
+            one = run.copy()
+            one.columns[i] = c._replace(wire=(*c.wire, m))
+            one.spend(delay=1)
+            _answered(one, i, kind, None)
+            yield f"{what}: the request is delayed", one.state()
+        started = kind < FENCE and answer[0] in ("ok", "no") and after.log[kind] != c.log[kind]
+        if budget.slow and kind in scope.slow_steps and started:
+            late, answer = gate.deliver(c, m, slow=True)
+            one = run.copy()
+            one.columns[i] = late
+            one.spend(slow=1)
+            _answered(one, i, kind, answer)
+            yield f"{what} begins and takes its time", one.state()
+        if budget.bad and kind == LOAD and started:
+            for trouble in scope.bad_loads:
+                bad, answer = gate.deliver(c, m, trouble)
+                one = run.copy()
+                one.columns[i] = bad
+                one.spend(bad=1)
+                _answered(one, i, kind, answer)
+                yield f"{what} goes wrong: {trouble}", one.state()
+
+
+def changed(run: Run, before: Column, after: Column, m: gate.Message) -> None:
+    """No stale actor changes an engine: what a gate did was asked under the highest generation that it ever stored."""
+    if m[2] < before.fence[0] and after._replace(fence=before.fence, wire=before.wire) != before:
+        run.wrong(f"generation {m[2]} changed pod {before.pod}, which holds generation {before.fence[0]}")
+    if run.scope.strict and m[2] < run.world.decided and after._replace(wire=before.wire) != before:
+        run.wrong(f"generation {m[2]} changed pod {before.pod} after its successor had begun to decide")
+
+
+def _answered(run: Run, i: int, kind: int, answer: tuple[Any, ...] | None) -> None:
+    """Remember an answer; the last one of a fan-out lets the program go on."""
+    v = run.view(i)
+    if kind in (FENCE, POLL):
+        if answer is not None and answer[0] == "status":
+            run.mine(i, "views", v._replace(status=answer[1], refused=0))
+        else:
+            refused = answer[1] if answer is not None and answer[0] == "held" else 0
+            run.mine(i, "views", v._replace(status=(), refused=refused))
+    elif answer is not None and answer[0] == "running":
+        run.mine(i, "todo", kind << 2 | AWAIT)
+        return
+    else:
+        fine = answer is not None and answer[0] == "ok"
+        kept = run.result(i) & MARK
+        run.mine(i, "result", kept | (OK | (answer[1] * FOUND if answer and kind == VERIFY else 0) if fine else NOT_OK))
+        if kind == STAGE and fine and v.status:
+            staged = (run.op.work, run.op.round.bytes)
+            run.mine(i, "views", v._replace(status=(*v.status[:7], staged, *v.status[8:])))
+    run.mine(i, "todo", IDLE)
+    if not any(c.todo[run.who] for c in run.columns):
+        name = run.op.arg[0]
+        run.fanned(name)
+
+
+def _await(run: Run, i: int, kind: int) -> Iterator[Step_]:
+    """A long operation: its recorded end, or the deadline."""
+    c = run.columns[i]
+    state = c.log[kind] & 3
+    known_here = c.up and c.alive and c.views[run.who].pod == c.pod
+    one = run.copy()
+    if known_here and state not in (RUNNING,):
+        _answered(one, i, kind, ("no",) if state == FAILED else ("ok", c.bytes))
+        yield f"sees the end of {KINDS[kind]} at pod {c.pod}", one.state()
+    else:
+        _answered(one, i, kind, None)
+        yield f"waits for {KINDS[kind]} at pod {c.pod} until the deadline", one.state()
+
+
+def _poll(run: Run, i: int) -> Iterator[Step_]:
+    c = run.columns[i]
+    v = c.views[run.who]
+    if c.up and c.alive and v.pod == c.pod:
+        one = run.copy()
+        after, said = gate.status(c)
+        one.columns[i] = after
+        _answered(one, i, POLL, ("status", said))
+        yield f"polls pod {c.pod}", one.state()
+        if run.world.budget.total and run.world.budget.lost:
+            one = run.copy()
+            one.spend(lost=1)
+            _answered(one, i, POLL, None)
+            yield f"polls pod {c.pod}: no answer", one.state()
+    else:
+        one = run.copy()
+        _answered(one, i, POLL, None)
+        yield f"polls pod {v.pod}: no answer", one.state()
+
+
+EFFECTS: dict[str, Callable[[Run], Iterator[Step_]]] = {
+    "top": _top,
+    "pipeline": _pipeline,
+    "idle": _idle,
+    "claim": _claim,
+    "claimrb": _claimrb,
+    "rr": _read_round,
+    "wr": _write_round,
+    "rp": _read_pipeline,
+    "wp": _write_pipeline,
+    "sender": _sender,
+    "delete": _delete,
+    "fan": _fan,
+}

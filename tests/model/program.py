@@ -1,0 +1,552 @@
+"""The operator's program: the executor's decisions between its effects, in the executor's order.
+
+What follows an answer is local and happens in the same step. Every decision is the planner's own (tests/model/decide)
+and every arithmetic of the fence is ``plan.claims``; here is only what comes after what, function by function:
+control/pipeline._reconcile (``decide_top``), rounds/executor (``claimed`` .. ``load``), rounds/barrier, rounds/closing
+(``look``, ``reopen``), rounds/ending (``abort``, ``refuse``, ``settle``), rounds/healing (``hold``) and rounds/orphan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from rlfleet.plan import claims
+from rlfleet.plan import verdicts as judging
+from rlfleet.plan.claims import Step
+from rlfleet.plan.holding import Move
+from rlfleet.plan.rounds import TERMINAL
+from rlfleet.plan.verdicts import Entry, Next, Verdict
+from tests.model import decide
+from tests.model.gate import FENCE, STAGE
+from tests.model.hand import FOUND, MARK, POLL, TRIES, Hand
+from tests.model.state import (
+    CALL,
+    CLOSE,
+    IDLE,
+    LOAD,
+    NOT_OK,
+    OK,
+    OPEN,
+    PAUSE,
+    PUBLISH,
+    RESUME,
+    VERIFY,
+    Operator,
+    Round,
+    View,
+)
+
+#: The call of the barrier's third step; the mutation suite only polls instead.
+FENCING = FENCE
+
+
+def COMMIT_FIRST() -> bool:
+    """Nothing opens before the commit is written."""
+    return True
+
+
+def PAUSED_FIRST() -> bool:
+    """Weights move only when every member is proven paused."""
+    return True
+
+
+class Run(Hand):
+    """What an operator does when an answer has come."""
+
+    __slots__ = ()
+
+    # -------------------------------------------------------------------------------------- beginnings
+
+    def top(self) -> None:
+        """Give up what was going on and look anew."""
+        self.forget()
+        # Who does not lead gets no token for a new reconcile; what it had begun it may still carry on with.
+        self.set(**Operator(pc="top" if self.who == self.world.leader else "down")._asdict())
+
+    def forget(self) -> None:
+        """Nothing of what was seen and asked is remembered."""
+        who = self.who
+        for i, c in enumerate(self.columns):
+            if c.todo[who] or c.result[who] or c.views[who] != View():
+                self.mine(i, "todo", IDLE)
+                self.mine(i, "result", 0)
+                self.mine(i, "views", View())
+
+    def fan(self, name: str, orders: dict[int, int], *, keep: bool = False, again: int = 0) -> None:
+        """Call several gates, in any order: ``orders`` maps columns to the kind of call."""
+        for i in range(len(self.columns)):
+            if self.result(i) and not keep:
+                self.mine(i, "result", 0)
+        for i, kind in orders.items():
+            v = self.view(i)
+            if v.pod < 0 or v.gone:
+                self.mine(i, "result", NOT_OK | (self.result(i) & MARK))
+            else:
+                self.mine(i, "todo", kind << 2 | CALL)
+        self.set(pc="fan", arg=(name, again))
+        if not any(c.todo[self.who] for c in self.columns):
+            self.fanned(name)
+
+    def fanned(self, name: str) -> None:
+        getattr(self, f"after_{name}")()
+
+    def unrouted(self) -> list[int]:
+        """Engines that resumed, answer, and are not in their router."""
+        return [
+            i
+            for i in range(len(self.columns))
+            if self.good(i) and not self.result(i) & MARK and (s := self.view(i).status) and not s[8]
+        ]
+
+    def good(self, i: int) -> bool:
+        return bool(self.result(i) & OK)
+
+    def phase(self, phase: str, then: str) -> None:
+        """Write a durable phase before its first side effect."""
+        self.set(pc="wr", arg=(then, phase))
+
+    # -------------------------------------------------------------------------------------- decisions
+
+    def decide_top(self, rounds: tuple[Round, ...]) -> None:
+        op = self.op
+        active = op.seen.active
+        if active:
+            n = active[1]
+            planned = rounds[n].bytes >= 0
+            if not rounds[n].exists or (active[4] and not planned and rounds[n].phase not in TERMINAL):
+                self.set(pc="claim", work=n, round=rounds[n], round_fresh=0, arg=("Repair", 0), takeover=1)
+            else:
+                self.begin(n, rounds, takeover=1)
+            return
+        known = tuple(
+            (i, r.phase, *self.scope.versions[i], bool(self.world.cancelled >> i & 1))
+            for i, r in enumerate(rounds)
+            if r.exists and r.phase not in TERMINAL
+        )
+        ends, chosen = decide.triage(known, op.seen.committed, op.sender, self.slots() if op.sender else ())
+        if ends:
+            n, outcome = ends[0]
+            self.set(
+                pc="wr",
+                work=n,
+                round=rounds[n],
+                round_fresh=int(self.world.rounds[n] == rounds[n]),
+                generation=rounds[n].lease,
+                arg=("unclaimed", outcome),
+            )
+        elif chosen >= 0:
+            self.begin(chosen, rounds, takeover=0)
+        else:
+            self.top()
+            if self.op.pc == "top":
+                self.set(pc="idle")
+
+    def begin(self, n: int, rounds: tuple[Round, ...], takeover: int) -> None:
+        fresh = int(self.world.rounds[n] == rounds[n])
+        self.set(
+            pc="claim",
+            work=n,
+            round=rounds[n],
+            round_fresh=fresh,
+            arg=("Refresh", 0),
+            takeover=int(takeover or rounds[n].lease > 0),
+        )
+
+    def claimed(self) -> None:
+        op = self.op
+        if op.generation > self.world.highest:
+            self.wrong(f"generation {op.generation} is used and was never claimed")
+            return
+        if op.seen.active[0] == "Repair":
+            self.see_pods()
+            self.fan("orphan_fenced", dict.fromkeys(self.live(), FENCE))
+        elif op.round.phase in TERMINAL:
+            self.phase(op.round.phase, "settled")  # a predecessor died before it freed the slot: the same settle
+        elif op.barrier:
+            old = claims.Barrier(*op.barrier)
+            self.barrier(claims.Barrier(op.generation, old.needs_round, claims=old.claims + 1))
+        else:
+            self.barrier(claims.Barrier(op.generation, bool(op.takeover or op.round.lease)))
+
+    def live(self) -> list[int]:
+        return [i for i in range(len(self.columns)) if self.view(i).pod >= 0 and not self.view(i).gone]
+
+    def barrier(self, at: claims.Barrier, **changes: Any) -> None:
+        at = replace(at, **changes)
+        self.set(
+            barrier=(at.generation, at.needs_round, at.written, at.fenced, at.shown, at.fence, at.claims, at.waited)
+        )
+        step = claims.barrier_step(at)
+        if step is Step.WRITE_ROUND:
+            self.phase(self.op.round.phase, "barrier")
+        elif step is Step.FENCE:
+            self.see_pods()
+            self.fan("fenced", dict.fromkeys(self.live(), FENCING))
+        elif step is Step.READ_PIPELINE:
+            self.set(pc="rp", arg=("shown",))
+        elif step is Step.CLAIM_ABOVE:
+            self.set(pc="claim", arg=(self.op.seen.active[0], at.shown))
+        elif step is Step.WAIT:
+            busy = [i for i in self.live() if self.view(i).status and self.view(i).status[5]]
+            self.fan("waited", dict.fromkeys(busy, POLL))
+        elif step is Step.DEPOSED:
+            self.top()
+        else:
+            self.set(barrier=())
+            self.world = self.world._replace(decided=max(self.world.decided, self.op.generation))
+            self.enter()
+
+    def after_fenced(self) -> None:
+        self.set(pc="sender", arg=("fence",))
+
+    def after_waited(self) -> None:
+        self.barrier(claims.Barrier(*self.op.barrier), waited=True)
+
+    def enter(self) -> None:
+        op = self.op
+        entry = judging.enter(op.round.phase, committed=bool(op.seen.active[4]), planned=op.round.bytes >= 0)
+        if entry is Entry.PLAN:
+            if op.takeover and self.stopped():
+                self.refuse("Cancelled")
+            elif op.sender:
+                self.set(pc="sender", arg=("hold",))
+            else:
+                self.refuse("Failed")
+        elif entry is Entry.QUIESCE:
+            self.phase("Quiescing", "quiesce")
+        elif entry is Entry.JUDGE:
+            self.finish_loads("judged", again=1)
+        else:
+            self.reopen()
+
+    # -------------------------------------------------------------------------------------- plan .. load
+
+    def held(self) -> None:
+        op = self.op
+        made_by = self.scope.versions[op.work][1]
+        if op.sender[0] != made_by:
+            self.refuse("Failed")
+            return
+        frozen = decide.freeze(self.views, op.sender[0], self.slots(), self.scope.max_unavailable)
+        if frozen is None or not any(m > 0 for m in frozen):
+            self.refuse("Failed")
+            return
+        self.phase("Planned", "planned")
+
+    def planned(self) -> None:
+        self.phase("Staging", "stage")
+
+    def stage(self) -> None:
+        self.fan("staged", {i: STAGE for i, m in enumerate(self.members) if m > 0})
+
+    def after_staged(self) -> None:
+        self.set(pc="rr", arg=("staging",))
+
+    def known(self) -> int:
+        """What whole members of the round are proven to have; -1: none is whole."""
+        proofs = [self.view(i).status[3] for i in self.named(Verdict.WHOLE)]
+        return max((p[2] for p in proofs if p), default=-1)
+
+    def is_staged(self, i: int) -> bool:
+        said = self.view(i).status
+        return bool(said) and said[7] == (self.op.work, self.op.round.bytes)
+
+    def staging(self) -> None:
+        if self.stopped():
+            self.refuse("Cancelled")
+            return
+        members = [i for i, m in enumerate(self.members) if m > 0]
+        missing = [i for i in members if not self.is_staged(i)]
+        if len(missing) > self.scope.max_unavailable or len(missing) == len(members):
+            self.refuse("Failed")
+        else:
+            self.phase("Quiescing", "quiesce")
+
+    def stopped(self) -> bool:
+        return bool(self.world.cancelled >> self.op.work & 1)
+
+    def quiesce(self) -> None:
+        self.fan("paused", {i: PAUSE for i, m in enumerate(self.members) if m > 0}, again=self.op.takeover)
+
+    def after_paused(self) -> None:
+        members = [i for i, m in enumerate(self.members) if m > 0]
+        failed = [i for i in members if not self.good(i)] if PAUSED_FIRST() else []
+        if failed:
+            self.see_pods()
+            failed = [i for i in failed if i in self.live()]
+        if failed:
+            self.abort("Failed")
+        else:
+            self.set(pc="rr", arg=("quiesced",))
+
+    def quiesced(self) -> None:
+        if self.stopped():
+            self.abort("Cancelled")
+        else:
+            self.phase("Transferring", "load")
+
+    def load(self) -> None:
+        self.fan("loaded", {i: LOAD for i, m in enumerate(self.members) if m > 0 and self.is_staged(i)})
+
+    def after_loaded(self) -> None:
+        self.finish_loads("judged", again=0)
+
+    # -------------------------------------------------------------------------------------- verify, publish
+
+    def finish_loads(self, then: str, *, again: int) -> None:
+        self.set(barrier=(then, again))
+        self.fan("polled", dict.fromkeys(self.live(), POLL))
+
+    def after_polled(self) -> None:
+        then, again = self.op.barrier
+        loaded = self.named(Verdict.LOADED)
+        if loaded:
+            self.fan("verified", dict.fromkeys(loaded, VERIFY), again=again)
+        else:
+            self.set(barrier=())
+            self.fanned(then)
+
+    def after_verified(self) -> None:
+        _, again = self.op.barrier
+        found = tuple((i, self.result(i) // FOUND) for i in range(len(self.columns)) if self.good(i))
+        others = sum(self.is_staged(i) for i in self.named(Verdict.UNTOUCHED)) if again else 0
+        known = self.known()
+        chosen = decide.agreed(found, self.op.seen.committed, self.op.round.bytes, known, others)
+        self.fan("published", dict.fromkeys(chosen, PUBLISH), again=again)
+
+    def after_published(self) -> None:
+        self.fan("polled_again", dict.fromkeys(self.live(), POLL))
+
+    def after_polled_again(self) -> None:
+        then, _ = self.op.barrier
+        self.set(barrier=())
+        self.fanned(then)
+
+    def after_judged(self) -> None:
+        self.look("transferred")
+
+    # -------------------------------------------------------------------------------------- look, commit, reopen
+
+    def look(self, where: str) -> None:
+        """Observe everybody, fence whoever is not fenced, close who could serve something else, conclude."""
+        self.set(barrier=(where,))
+        self.see_pods()
+        self.fan("looked", dict.fromkeys(decide.unfenced(self.views, self.op.generation), FENCE))
+
+    def after_looked(self) -> None:
+        serving = decide.could_serve(self.views, self.members, self.op.work, *self.target)
+        self.set(barrier=(self.op.barrier[0], serving))
+        self.fan("shut", dict.fromkeys(serving, PAUSE), again=1)
+
+    def after_shut(self) -> None:
+        self.fan("shut_polled", dict.fromkeys(self.op.barrier[1], POLL))
+
+    def after_shut_polled(self) -> None:
+        where, serving = self.op.barrier
+        self.set(barrier=())
+        still = decide.unfenced(self.views, self.op.generation)
+        still = tuple(sorted({*still, *decide.not_paused(self.views, serving)}))
+        limit = self.scope.max_unavailable
+        outcome = decide.conclude(self.views, self.members, self.op.work, *self.target, still, limit)
+        if where == "holding":
+            self.hold(outcome.next, decide.numbers((*outcome.missing, *outcome.unfenced)))
+        elif outcome.next is Next.COMMIT:
+            if COMMIT_FIRST():
+                self.set(pc="rp", arg=("commit",))
+            else:
+                self.reopen()
+        elif outcome.next is Next.ABORT:
+            self.abort("Failed")
+        else:
+            self.set(pc="rp", arg=("hold",))  # Healing.hold begins with looking anew
+
+    def committed(self) -> None:
+        self.reopen()
+
+    def reopen(self) -> None:
+        resume, close, missing = decide.reopening(self.views, self.members, self.op.work, *self.target)
+        self.set(barrier=(int(len(missing) > self.scope.max_unavailable),))
+        for i in range(len(self.columns)):
+            self.mine(i, "result", MARK if i in close else 0)
+        self.fan("resumed", dict.fromkeys(resume, RESUME), keep=True, again=1)
+
+    def after_resumed(self) -> None:
+        self.phase("Committed", "said_committed")
+
+    def said_committed(self) -> None:
+        resumed = [i for i in range(len(self.columns)) if self.good(i) and not self.result(i) & MARK]
+        bad = [i for i in range(len(self.columns)) if self.result(i) & NOT_OK]
+        self.set(barrier=(int(bool(bad) or self.op.barrier[0]),))
+        self.fan("whole_polled", dict.fromkeys(resumed, POLL), keep=True)
+
+    def after_whole_polled(self) -> None:
+        orders = {i: CLOSE for i in range(len(self.columns)) if self.result(i) & MARK}
+        for i in range(len(self.columns)):
+            if i in self.unrouted():
+                orders[i] = OPEN
+        self.fan("opened", orders, keep=True)
+
+    def after_opened(self) -> None:
+        bad = [i for i in range(len(self.columns)) if self.result(i) & NOT_OK and not self.result(i) & MARK]
+        self.settle("Failed" if bad or self.op.barrier[0] else "Succeeded")
+
+    # -------------------------------------------------------------------------------------- hold
+
+    def hold(self, after: Next, missing: tuple[int, ...]) -> None:
+        self.set(barrier=(after, missing))
+        if after in (Next.HOLD, Next.WAIT_FENCE) and self.op.round.phase != "Holding":
+            self.phase("Holding", "holding")
+        else:
+            self.set(pc="rr", arg=("holding",))
+
+    def held_on(self) -> None:
+        self.look("holding")
+
+    def holding(self) -> None:
+        """One turn: what others want of the round, and what can be done (``rr`` has read the round just now)."""
+        after, missing = self.op.barrier
+        self.set(barrier=())
+        loaded = any(self.view(i).status[9][VERIFY] >> 2 < TRIES for i in self.named(Verdict.LOADED))
+        can_heal = loaded or bool(self.unclear() or self.loadable())
+        # Time is up when nothing is left to try: waiting longer changes nothing that is modelled.
+        move = decide.turn(
+            after,
+            self.stopped(),
+            not self.op.round.exists,
+            self.superseded(),
+            can_heal,
+            not can_heal,
+            self.scope.on_failure,
+        )
+        if move is Move.COMMIT:
+            self.set(pc="rp", arg=("commit",))
+        elif move in (Move.ABORT, Move.GONE, Move.SENDER_GONE):
+            self.abort("Failed")
+        elif move is Move.CANCEL:
+            self.abort("Cancelled")
+        elif move is Move.SUPERSEDE:
+            self.settle("Superseded")
+        elif move is Move.HEAL:
+            self.fan("cleared", dict.fromkeys(self.unclear(), PAUSE), again=1)
+        elif move is Move.REPLACE and (doomed := [i for i in missing if i in self.live()]):
+            for i in doomed:
+                self.mine(i, "todo", CALL)
+            self.set(pc="delete")
+        else:
+            self.set(pc="rp", arg=("hold",))
+
+    def superseded(self) -> bool:
+        """A newer round can take over."""
+        mine = self.scope.versions[self.op.work][0]
+        newer = tuple(
+            (i, r.phase, *self.scope.versions[i], bool(self.world.cancelled >> i & 1))
+            for i, r in enumerate(self.world.rounds)
+            if i != self.op.work and r.exists and r.phase not in TERMINAL and self.scope.versions[i][0] > mine
+        )
+        if not newer:
+            return False
+        said = (self.world.sender.incarnation, self.world.sender.hold)
+        return decide.triage(newer, self.op.seen.committed, said, self.slots())[1] >= 0
+
+    def unclear(self) -> list[int]:
+        """Members with an order that has no known end, and tries left to clear that."""
+        return [
+            i
+            for i, m in enumerate(self.members)
+            if m > 0 and (s := self.view(i).status) and s[6] and not s[5] and s[9][PAUSE] >> 2 < TRIES
+        ]
+
+    def loadable(self) -> list[int]:
+        judged = self.verdicts
+        return [
+            i
+            for i, m in enumerate(self.members)
+            if m > 0 and decide.can_load(self.view(i), m, judged[f"e{i}"], self.op.work, self.op.round.bytes)
+        ]
+
+    def after_cleared(self) -> None:
+        self.fan("cleared_polled", dict.fromkeys(self.live(), POLL))
+
+    def after_cleared_polled(self) -> None:
+        again = self.loadable()
+        if again:
+            self.fan("reloaded", dict.fromkeys(again, LOAD), again=1)
+        else:
+            self.finish_loads("healed", again=1)
+
+    def after_reloaded(self) -> None:
+        self.finish_loads("healed", again=1)
+
+    def after_healed(self) -> None:
+        self.set(pc="rp", arg=("hold",))
+
+    # -------------------------------------------------------------------------------------- abort, refuse, settle
+
+    def abort(self, outcome: str) -> None:
+        self.see_pods()
+        self.set(barrier=(outcome,))
+        polled = [i for i, m in enumerate(self.members) if m > 0 and i in self.live()]
+        self.fan("abort_polled", dict.fromkeys(polled, POLL))
+
+    def after_abort_polled(self) -> None:
+        resume, close = decide.abort(self.views, self.members, self.op.work, self.op.seen.committed)
+        self.resume(resume, close)
+
+    def refuse(self, outcome: str) -> None:
+        """Nothing was touched; engines inherited closed from an earlier round resume if they hold what is committed."""
+        self.set(barrier=(outcome,))
+        nobody = (0,) * len(self.columns)
+        resume, _ = decide.abort(self.views, nobody, self.op.work, self.op.seen.committed)
+        self.resume(resume, ())
+
+    def resume(self, resume: Iterable[int], close: Iterable[int]) -> None:
+        orders = dict.fromkeys(close, CLOSE)
+        if self.op.seen.committed:
+            orders |= dict.fromkeys(resume, RESUME)
+        for i in range(len(self.columns)):
+            self.mine(i, "result", MARK if orders.get(i) == CLOSE else 0)
+        self.fan("abort_resumed", orders, keep=True, again=1)
+
+    def after_abort_resumed(self) -> None:
+        resumed = [i for i in range(len(self.columns)) if self.good(i) and not self.result(i) & MARK]
+        self.fan("abort_resumed_polled", dict.fromkeys(resumed, POLL), keep=True)
+
+    def after_abort_resumed_polled(self) -> None:
+        orders = {i: OPEN for i in range(len(self.columns)) if i in self.unrouted()}
+        self.fan("abort_opened", orders)
+
+    def after_abort_opened(self) -> None:
+        self.settle(self.op.barrier[0])
+
+    def settle(self, outcome: str) -> None:
+        self.set(pc="sender", arg=("release", outcome), barrier=())
+
+    def settled(self) -> None:
+        self.set(pc="wp", arg=("free",))
+
+    # -------------------------------------------------------------------------------------- orphan
+
+    def after_orphan_fenced(self) -> None:
+        busy = [i for i in self.live() if self.view(i).status and self.view(i).status[5]]
+        self.fan("orphan_waited", dict.fromkeys(busy, POLL))
+
+    def after_orphan_waited(self) -> None:
+        live = [i for i in self.live() if self.view(i).status]
+        resume = [i for i in live if i in decide.at_committed(self.views, self.op.seen.committed)]
+        orders = {i: RESUME if i in resume else CLOSE for i in live}
+        for i in range(len(self.columns)):
+            self.mine(i, "result", MARK if orders.get(i) == CLOSE else 0)
+        self.fan("orphan_resumed", orders, keep=True)
+
+    def after_orphan_resumed(self) -> None:
+        resumed = [i for i in range(len(self.columns)) if self.good(i) and not self.result(i) & MARK]
+        self.fan("orphan_polled", dict.fromkeys(resumed, POLL), keep=True)
+
+    def after_orphan_polled(self) -> None:
+        orders = {i: OPEN for i in range(len(self.columns)) if i in self.unrouted()}
+        self.fan("orphan_opened", orders)
+
+    def after_orphan_opened(self) -> None:
+        self.set(pc="wp", arg=("free",))

@@ -1,0 +1,90 @@
+"""What is explored: several bounded configurations, each of them to the end.
+
+The product of all faults at once is far too large for any machine, so it is cut (tests/model/README.md says how): each
+scope lets a few kinds of faults happen, at any moment and in any order, ``total`` of them at most.
+"""
+
+from __future__ import annotations
+
+from tests.model.state import BASE, OPEN, Budget, Column, Scope
+
+#: The third engine of three, not in order at the beginning.
+JOINER = Column(bytes=BASE, holds=(), label=-9, admit=0, paused=1, routed=0)  # nothing proves what it holds
+CLOSED = Column(admit=0, paused=1, routed=0)  # left closed at the committed weights
+STRANGE = Column(bytes=9, holds=(0, 9, 9), admit=0, paused=1, routed=0)  # other bytes under the committed version
+
+
+def third(column: Column) -> tuple[Column, ...]:
+    """Two engines in order and this one."""
+    return Column(), Column(), column
+
+
+def budget(total: int, *, thaw: int = 4, **kinds: int) -> Budget:
+    """At most ``total`` faults out of these; an operator that lost the Lease takes ``thaw`` more steps."""
+    return Budget(total=total, thaw=thaw, **kinds)
+
+
+TWO_ROUNDS = ((1, 1), (2, 1))
+#: A new trainer process orders the same version, with bytes of its own.
+TWO_TRAINERS = ((1, 1), (1, 2))
+
+SCOPES = (
+    Scope("two crashes", budget(2, crash=2)),
+    Scope("a crash and a message", budget(2, crash=1, lost=1, duplicate=1)),
+    Scope("a crash and a delayed message", budget(2, crash=1, delay=1)),
+    Scope("lost, duplicated and delayed messages", budget(2, lost=1, duplicate=1, delay=1)),
+    Scope("frozen leader", budget(1, thaw=1, rival=1)),
+    Scope("long operations", budget(2, slow=1, gate=1, crash=1)),
+    Scope("loads that go wrong, one may be missing", budget(2, bad=1, crash=1), max_unavailable=1),
+    Scope("engines die", budget(1, kill=1), max_unavailable=1),
+    Scope("a silent gate", budget(2, silence=1, crash=1)),
+    Scope("a silent gate, one may be missing", budget(1, silence=1), max_unavailable=1),
+    Scope("lost status", budget(2, wipe=1, crash=1)),
+    Scope("lost status, silent gate", budget(2, wipe=1, silence=1), max_unavailable=1),
+    Scope("two trainers", budget(1, sender=1), versions=TWO_TRAINERS),
+    Scope("other bytes under the same version", budget(2, cancel=1, crash=1), columns=third(STRANGE)),
+    Scope("a second round", budget(1, slow=1), versions=TWO_ROUNDS, on_failure="Hold"),
+    Scope("superseded while holding", budget(1, bad=1), versions=TWO_ROUNDS, on_failure="Hold"),
+    Scope("cancelled", budget(2, cancel=1, crash=1)),
+    Scope("removed by force", budget(2, remove=1, crash=1)),
+    Scope("a late joiner", budget(2, crash=1, lost=1), columns=third(JOINER), max_unavailable=1),
+)
+
+#: For `make fault`: more faults at once.
+LARGE = (
+    Scope(
+        "large: long operations of the router",
+        budget(2, slow=1, gate=1, kill=1),
+        columns=third(CLOSED),
+        slow_steps=(OPEN,),
+    ),
+    Scope("large: frozen leader, three steps", budget(1, thaw=3, rival=1)),
+    Scope("large: frozen leader and a message", budget(2, thaw=1, rival=1, delay=1)),
+    Scope("large: loads that go wrong, and a message", budget(2, bad=1, crash=1, lost=1)),
+    Scope("large: takeovers and messages", budget(3, crash=2, lost=1, duplicate=1, delay=1)),
+    Scope("large: frozen leader", budget(2, thaw=12, rival=1, crash=1, delay=1, lost=1)),
+    Scope("large: engines die", budget(2, kill=1, crash=1, delay=1), max_unavailable=1),
+    Scope("large: silent gates", budget(2, silence=1, crash=1, delay=1), max_unavailable=1),
+    Scope("large: a second round", budget(2, slow=1, crash=1, bad=1), versions=TWO_ROUNDS, on_failure="Hold"),
+    Scope("large: lost status", budget(2, wipe=1, silence=1, crash=1, delay=1), max_unavailable=1),
+    Scope("large: long operations", budget(3, slow=2, gate=1, crash=1, delay=1)),
+    Scope("large: loads that go wrong", budget(3, bad=1, crash=2, lost=1, slow=1), max_unavailable=1),
+    Scope("large: two trainers", budget(3, sender=1, crash=1, delay=1, slow=1), versions=TWO_TRAINERS),
+)
+
+#: From every state of these the end must be reachable without another fault.
+ENDING = (
+    Scope("takeovers and a lost message", budget(2, crash=1, lost=1)),
+    Scope("a load that goes wrong", budget(2, bad=1, crash=1), max_unavailable=1),
+)
+
+#: The same for `make fault`.
+ENDING_LARGE = (
+    Scope("large: frozen leader", budget(1, thaw=1, rival=1)),
+    Scope("large: an engine dies", budget(2, kill=1, crash=1)),
+    Scope("large: a lost status", budget(2, wipe=1, crash=1)),
+    Scope("large: a gate restarts in a long operation", budget(3, slow=1, gate=1, crash=1)),
+    Scope("large: a silent gate", budget(1, silence=1)),
+    Scope("large: a new trainer", budget(1, sender=1), versions=TWO_TRAINERS),
+    Scope("large: cancelled, or removed by force", budget(2, cancel=1, remove=1, crash=1)),
+)
