@@ -338,7 +338,8 @@ class Executor:
         """Verify and publish on every member whose load has ended well. ``known``: digests agreed on, per layout."""
         # The weights are in: without the time to prove it one hanging load would cost all engines.
         deadline = max(deadline, self.ctx.clock.monotonic() + PROOF_SECONDS)
-        await self.fleet.poll()
+        # Engines are paused: nobody waits here for gates that were silent before; the look before a commit asks them.
+        await self.fleet.poll(self.fleet.heard())
         judged = transfer.verdicts()
         loaded = [m for m in transfer.plan.members if judged[m.engine] is Verdict.LOADED]
         if not loaded:
@@ -354,4 +355,4 @@ class Executor:
         started = self.lap("verifyMs", started)
         await transfer.publish(agreement, deadline=deadline, again=again)
         self.lap("publishMs", started)
-        await self.fleet.poll()
+        await self.fleet.poll(self.fleet.heard())

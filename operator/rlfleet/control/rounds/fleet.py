@@ -185,6 +185,10 @@ class Fleet:
         """Names of pods that are not proven gone."""
         return sorted(name for name, e in self.engines.items() if not e.gone)
 
+    def heard(self) -> list[str]:
+        """Names of live engines whose gates answered when they were last asked."""
+        return [n for n in self.live() if self.engines[n].status is not None]
+
     async def poll(self, names: Iterable[str] | None = None, *, seconds: float | None = None) -> None:
         """Ask gates for their status; those that do not answer (within ``seconds``) become unknown."""
 
