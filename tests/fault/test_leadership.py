@@ -185,8 +185,9 @@ def test_a_leader_whose_renewals_alone_are_cut_stops_before_another_one_acts(pai
     assert leader.operator.process is not None
     assert leader.operator.process.wait(60) == 1, leader.operator.tail()
     check_succeeded(pair, name)
-    sent = [c for c in list(pair.journal.calls) if c.who == leader.proxy.name and not c.read and c.plural != "leases"]
-    taken = [c for c in renewals(pair, since) if c.who != leader.proxy.name]
+    name_of_leader = leader.proxy.name
+    taken = wait_until(lambda: [c for c in renewals(pair, since) if c.who != name_of_leader], "the other one to lead")
+    sent = [c for c in list(pair.journal.calls) if c.who == name_of_leader and not c.read and c.plural != "leases"]
     assert taken[0].began > max(c.began for c in sent)
     assert mutations(pair, standby, since)
 
