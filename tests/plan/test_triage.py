@@ -124,6 +124,7 @@ def test_a_new_sender_process_may_replace_a_held_round_with_any_version() -> Non
     fresh = ref("new", 3, sender_incarnation="s1")
     assert may_replace(fresh, holding, sender(cache(3)))
     assert not may_replace(fresh, holding, None)  # nobody has said that s0 is gone
+    assert not may_replace(ref("stranger", 3, sender_incarnation="s9"), holding, sender(cache(3)))
     assert not may_replace(fresh, holding, sender(cache(9), incarnation="s0"))
     assert not may_replace(ref("late", 3), ref("now", 9), sender(cache(9)))
 
