@@ -10,7 +10,7 @@ import pytest
 
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, Operator, http, wait_until
+from e2e.scenarios.kit import Fleet, Operator, condition, http, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 from e2e.scenarios.test_routing import routed_fleet
 
@@ -279,8 +279,9 @@ def test_an_engine_that_does_not_close_holds_a_deletion_up_for_five_minutes_only
     assert silent in said[0]["note"]
     code, text = http("GET", f"http://127.0.0.1:{operator.port}/metrics")
     assert (code, 'rlfleet_finalizer_ceiling_total{kind="RLPipeline"} 1.0' in text) == (200, True)
-    # A new pipeline finds that engine open under the old fence, and has its pod replaced.
+    # Thawed, the engine may carry out the pause that it was asked for: then a new pipeline takes it over, else its pod is
+    # replaced. Either way both serve what the new pipeline commits.
     fleet.pipeline(sync=SYNC)
-    wait_until(lambda: silent not in left(fleet, "pods"), "the engine that was left open to be replaced")
-    fleet.ready_engines(2)
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
+    wait_until(lambda: condition(fleet.get("rlpipeline", "p"), "Ready") == "True", "both engines to serve")
+    assert not any(fleet.paused(p) for p in fleet.ready_engines(2))
