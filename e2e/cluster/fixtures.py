@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,9 +22,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield started
 
 
-@pytest.fixture
-def namespace(cluster: LocalCluster) -> Iterator[str]:
-    """A namespace of the test's own, ready for pods. Afterwards it is deleted and its pods are waited for."""
+@contextmanager
+def temporary_namespace(cluster: LocalCluster) -> Iterator[str]:
+    """A new namespace, ready for pods. Afterwards it is deleted and its pods are waited for."""
     name = f"t-{uuid.uuid4().hex[:10]}"
     cluster.kubectl("create", "namespace", name)
     for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
@@ -38,3 +39,10 @@ def namespace(cluster: LocalCluster) -> Iterator[str]:
     while pods := cluster.get("pods", f"--namespace={name}")["items"]:
         assert time.monotonic() < deadline, f"pods stay in {name}: {[pod['metadata']['name'] for pod in pods]}"
         time.sleep(0.1)
+
+
+@pytest.fixture
+def namespace(cluster: LocalCluster) -> Iterator[str]:
+    """A namespace of the test's own."""
+    with temporary_namespace(cluster) as name:
+        yield name

@@ -343,6 +343,11 @@ class Fleet:
         code, answer = http("POST", engine_url(pod) + "/_sim/faults", {call: how})
         assert code == 200, answer
 
+    def heal(self, pod: dict[str, Any]) -> None:
+        """Take an engine's scripted faults back."""
+        code, answer = http("POST", engine_url(pod) + "/_sim/faults", {})
+        assert code == 200, answer
+
 
 def engine_url(pod: dict[str, Any]) -> str:
     """Where the pod's engine listens."""

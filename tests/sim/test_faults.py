@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from e2e.sim.model import MODELS, initial_state
+from e2e.sim.tensors import write_safetensors
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -59,6 +62,48 @@ def test_the_fault_file_is_read_at_every_call(start_engine: Any, tmp_path: Path)
     with pytest.raises(httpx.TransportError):
         engine.post("/continue_generation")
     assert engine.process.wait(20) == -signal.SIGKILL
+
+
+def test_a_lie_answers_success_and_does_nothing(start_engine: Any) -> None:
+    engine = start_engine("numpy")
+    set_faults(engine, {"update_weight_version": {"action": "lie"}, "pause_generation": {"action": "lie"}})
+    assert engine.post("/update_weight_version", {"new_version": "1"}).json()["success"] is True
+    assert engine.http.get("/model_info").json()["weight_version"] == "default"
+    assert engine.post("/pause_generation").json()["status"] == "ok"
+    assert engine.http.get("/ready").status_code == 200
+
+
+def test_half_of_the_tensors_is_loaded_with_and_without_a_word(start_engine: Any, tmp_path: Path) -> None:
+    engine = start_engine("numpy", "--seed", "1")
+    write_safetensors(tmp_path / "model.safetensors", initial_state(MODELS["tiny"], 7))
+    order = {"model_path": str(tmp_path), "flush_cache": False}
+
+    def checksum() -> str:
+        return str(engine.post("/weights_checker", {"action": "checksum"}).json()["per_engine_checksum"])
+
+    before = checksum()
+    set_faults(engine, {"update_weights_from_disk": {"action": "subset", "times": 1}})
+    assert engine.post("/update_weights_from_disk", order).json()["success"] is True
+    half = checksum()
+    assert engine.post("/update_weights_from_disk", order).status_code == 200
+    whole = checksum()
+    assert len({before, half, whole}) == 3
+    write_safetensors(tmp_path / "model.safetensors", initial_state(MODELS["tiny"], 8))
+    set_faults(engine, {"update_weights_from_disk": {"action": "partial", "times": 1}})
+    refused = engine.post("/update_weights_from_disk", order)
+    assert (refused.status_code, "partially updated" in refused.text) == (400, True)
+    assert checksum() != whole
+
+
+def test_a_zombie_closes_its_port_answers_nobody_and_stays(start_engine: Any) -> None:
+    engine = start_engine("numpy")
+    assert engine.http.get("/model_info").status_code == 200  # a connection that stays open
+    set_faults(engine, {"update_weights_from_disk": {"action": "zombie"}})
+    with pytest.raises(httpx.ReadTimeout):
+        engine.post("/update_weights_from_disk", {"model_path": "x"}, timeout=0.3)
+    with httpx.Client(base_url=engine.url) as newcomer, pytest.raises(httpx.ConnectError):
+        newcomer.get("/model_info")
+    assert engine.process.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,13 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     labels = Labels(path, arguments.served_model_name or arguments.model)
     admission = Admission(scheduler, config, labels, health_seconds=arguments.health_timeout, fatal=_fatal)
+    sites: list[web.TCPSite] = []
+
+    def close_port() -> None:
+        for site in sites:
+            stopping = asyncio.ensure_future(site.stop())
+            stopping.add_done_callback(lambda task: task.result())
+
     server = Server(
         admission,
         Updates(admission, weights, labels, groups),
@@ -117,6 +124,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         admin_key=arguments.admin_api_key,
         metrics=arguments.enable_metrics,
         health_generates=not arguments.no_health_generation,
+        close_port=close_port,
     )
     scheduler.start()
     runner = web.AppRunner(
@@ -126,7 +134,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    await web.TCPSite(runner, arguments.host, arguments.port).start()
+    sites.append(web.TCPSite(runner, arguments.host, arguments.port))
+    await sites[0].start()
     log.info("serving %s (%s) on http://%s:%d", arguments.model, arguments.backend, arguments.host, arguments.port)
     await stop.wait()
     await runner.cleanup()

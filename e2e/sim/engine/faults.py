@@ -1,7 +1,11 @@
 """Scripted misbehaviour, per call: ``{"<path without slash>": {"action": ..., "seconds": ..., "times": ...}}``.
 
-Actions: ``delay`` (wait, then act), ``http500`` (answer 500), ``hang`` (never answer), ``die`` (exit at once).
-``when`` is ``before`` (default) or ``after`` the real work: a 500 after the work is a failure that was none.
+Actions: ``delay`` (wait, then act), ``http500`` and ``http400`` (answer so), ``hang`` (never answer), ``die`` (exit at
+once), ``lie`` (do nothing and answer success), ``subset`` (load the first half of the tensors and answer success),
+``partial`` (the same, and answer 400), ``zombie`` (the core is dead: this and every later call gets no answer, the port
+is closed, and yet the process stays).
+``when`` is ``before`` (default) or ``after`` the real work: a 500 after the work is a failure that was none. It means
+nothing to the last four.
 ``times`` limits how often it strikes (default: always). The file is read again at every call, so a test can change
 its mind; a changed rule starts to count anew.
 """
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ACTIONS = ("delay", "http500", "hang", "die")
+ACTIONS = ("delay", "http500", "http400", "hang", "die", "lie", "subset", "partial", "zombie")
 
 
 @dataclass(frozen=True)

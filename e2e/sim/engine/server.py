@@ -39,6 +39,9 @@ CONTROL = frozenset(
     }
 )  # fmt: skip
 _OPEN = ("/health", "/ready", "/metrics")
+_DISCARD = "The full weights of the ModelRunner are partially updated. Please discard the whole weights."
+#: What ``lie`` answers: a success of every form that the control calls have.
+_LIE = {"success": True, "message": "Success.", "status": "ok", "num_paused_requests": 0}
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> web.Response:
@@ -47,7 +50,7 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> web
 
 
 class Server:
-    """Routes of one engine. ``metrics``: whether /metrics exists."""
+    """Routes of one engine. ``metrics``: whether /metrics exists. ``close_port`` stops listening (a fault)."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class Server:
         admin_key: str | None,
         metrics: bool,
         health_generates: bool,
+        close_port: Callable[[], None] = lambda: None,
     ) -> None:
         self._admission = admission
         self._updates = updates
@@ -69,6 +73,8 @@ class Server:
         self._admin_key = admin_key
         self._metrics_enabled = metrics
         self._health_generates = health_generates
+        self._close_port = close_port
+        self._core_is_dead = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def app(self) -> web.Application:
@@ -128,7 +134,18 @@ class Server:
     async def _misbehave(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith("/_sim/"):
             return await handler(request)
-        broken = await _strike(self._faults.strike(request.path, "before"))
+        if self._core_is_dead:
+            await asyncio.Event().wait()
+        fault = self._faults.strike(request.path, "before")
+        if fault is not None and fault.action == "zombie":
+            self._core_is_dead = True
+            self._close_port()
+            await asyncio.Event().wait()
+        if fault is not None and fault.action in ("subset", "partial"):
+            self._updates.halve_next_load()
+            response = await handler(request)
+            return response if fault.action == "subset" else error(_DISCARD)
+        broken = await _strike(fault)
         if broken is not None:
             return broken
         response = await handler(request)
@@ -261,4 +278,8 @@ async def _strike(fault: Fault | None) -> web.Response | None:
     if fault.action == "delay":
         await asyncio.sleep(fault.seconds)
         return None
+    if fault.action == "lie":
+        return web.json_response(_LIE)
+    if fault.action == "http400":
+        return error("Bad Request (scripted)")
     return error("Internal Server Error (scripted)", 500, "InternalServerError")

@@ -33,6 +33,10 @@ class Updates:
         self._groups = groups
         self._session = False
 
+    def halve_next_load(self) -> None:
+        """A scripted fault: the next load takes only half of its tensors, and nobody is told."""
+        self._weights.halve_next_load = True
+
     async def init_group(self, body: bodies.InitGroup) -> Answer:
         """Join a broadcast group; the scheduler is stuck until all ranks have joined."""
         if self._groups is None:
