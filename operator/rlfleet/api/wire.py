@@ -23,7 +23,7 @@ from pydantic.alias_generators import to_camel
 
 from rlfleet.api.budgets import TIME_FIELDS
 
-#: Raised when a gate or sender of an older version could misread an order. See docs/protocol.md.
+#: Raised when a gate or sender of an older version could misread an order. See docs/reference/gate.md.
 PROTOCOL_VERSION = 1
 
 DEFAULT_GATE_PORT = 9440

@@ -1,4 +1,4 @@
-"""The gate's HTTP surface (docs/protocol.md).
+"""The gate's HTTP surface (docs/reference/gate.md).
 
 Invariants:
 - the token is verified before a body is read, and everything is verified before anything is stored;
