@@ -279,8 +279,8 @@ def test_an_engine_that_does_not_close_holds_a_deletion_up_for_five_minutes_only
     assert silent in said[0]["note"]
     code, text = http("GET", f"http://127.0.0.1:{operator.port}/metrics")
     assert (code, 'rlfleet_finalizer_ceiling_total{kind="RLPipeline"} 1.0' in text) == (200, True)
-    # Thawed, the engine may carry out the pause that it was asked for: then a new pipeline takes it over, else its pod is
-    # replaced. Either way both serve what the new pipeline commits.
+    # Thawed, the engine may carry out the pause that it was asked for: then a new pipeline takes it over, else its pod
+    # is replaced. Either way both serve what the new pipeline commits.
     fleet.pipeline(sync=SYNC)
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
     wait_until(lambda: condition(fleet.get("rlpipeline", "p"), "Ready") == "True", "both engines to serve")

@@ -1,1 +1,1 @@
-"""The sidecar in every engine pod: the only thing that drives the engine's control endpoints (docs/reference/gate.md)."""
+"""The sidecar in every engine pod: all that drives the engine's control endpoints (docs/reference/gate.md)."""
