@@ -71,8 +71,6 @@ class _Pipeline:
 
     fence: int = 0
     committed: dict[str, Any] | None = None
-    #: (seen at, version, digests of engines), the newest last.
-    commits: list[tuple[float, int, frozenset[str]]] = field(default_factory=list)
     holders: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -88,7 +86,8 @@ class Checker:
         self.checked = 0
         self._lock = threading.RLock()
         self._pipelines: dict[str, _Pipeline] = defaultdict(_Pipeline)
-        self._names: dict[tuple[str, str], str] = {}
+        #: By namespace and name of a pipeline, also a deleted one: (seen at, version, digests), the newest last.
+        self._commits: dict[tuple[str, str], list[tuple[float, int, frozenset[str]]]] = defaultdict(list)
         self._rounds: dict[str, dict[str, Any]] = {}
         #: Rank of the phase that was last written under the present generation; a takeover starts anew.
         self._ranks: dict[str, int] = {}
@@ -133,10 +132,7 @@ class Checker:
         obj, uid = revision.obj, revision.uid
         key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
         if revision.deleted:
-            if self._names.get(key) == uid:
-                del self._names[key]
             return
-        self._names[key] = uid
         known, status = self._pipelines[uid], obj.get("status") or {}
         fence = int(status.get("fence") or 0)
         if fence < known.fence and not self.fence_may_fall:
@@ -170,8 +166,9 @@ class Checker:
             by = self._rounds.get(str((active or {}).get("uid")), {})
             if not (by.get("spec") or {}).get("allowRollback"):
                 self._broken("I7", f"{name}: committed fell from {old['version']} to {version}")
-        known.commits.append((revision.at, version, digests))
-        del known.commits[:-256]
+        commits = self._commits[revision.obj["metadata"]["namespace"], name]
+        commits.append((revision.at, version, digests))
+        del commits[:-256]
 
     def _round(self, revision: Revision) -> None:
         obj, uid = revision.obj, revision.uid
@@ -289,7 +286,7 @@ class Checker:
     ) -> list[tuple[int, frozenset[str]]]:
         """What was committed at any time in between, as seen here."""
         with self._lock:
-            commits = self._pipelines[self._names.get((namespace, pipeline), "")].commits
+            commits = self._commits[namespace, pipeline]
             first = max(0, bisect_right([c[0] for c in commits], begin) - 1)
             return [(version, digests) for at, version, digests in commits[first:] if at <= end]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from e2e.scenarios.kit import TERMINAL, Fleet, wait_until
+from e2e.scenarios.kit import TERMINAL, Fleet, condition, wait_until
 from tests.fault.proxy import Fault, Rule
 from tests.fault.stand import Stand
 
@@ -66,14 +66,15 @@ def plain_round(stand: Stand) -> None:
 
 
 def everybody_serves(stand: Stand, count: int = 0) -> bool:
-    """The pool has its engines, all of them ready and active, and nothing is claimed."""
+    """The pool has its engines and knows these very pods, all of them ready and active, and nothing is claimed."""
     count = count or stand.engines
     status = stand.fleet.status("enginepool", "e")
     pods = stand.fleet.engines()
     return (
         int((status.get("counts") or {}).get("active") or 0) == count == len(pods)
         and status.get("readyReplicas") == count
-        and not any("deletionTimestamp" in p["metadata"] for p in pods)
+        and {e.get("podUID") for e in status.get("engines") or []} == {p["metadata"]["uid"] for p in pods}
+        and all(condition(p, "Ready") == "True" and "deletionTimestamp" not in p["metadata"] for p in pods)
         and not stand.fleet.status("rlpipeline", "p").get("activeOperation")
     )
 
