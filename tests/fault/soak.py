@@ -44,9 +44,9 @@ CALM_SECONDS = 300.0
 GROWTH_MIB = 20.0
 #: And the budget of its resident memory.
 RSS_MIB = 250.0
-#: Objects of ours at rest: the pipeline, the pool, and the history limit's rounds with the one that is newest.
+#: Objects of ours at rest: the pipeline, the pool, and of each kind of round the history limit's and the newest.
 HISTORY = 5
-MOST_OBJECTS = 2 + HISTORY + 2
+MOST_OBJECTS = 2 + 2 * (HISTORY + 1)
 SIZES = (2, 3, 4)
 #: Faults after which an operator process ends, or may.
 _ENDS_OPERATORS = frozenset({"kill operator", "freeze operator", "kill apiserver", "kill etcd", "apiserver outage"})
