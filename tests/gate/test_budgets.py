@@ -35,7 +35,7 @@ def test_an_order_that_comes_when_the_time_is_over_touches_nothing(operator: Ope
     operator.deliver(committed, 1)
     newer = operator.next()
     prepared(newer, weights, 6)
-    record = newer.run("Load", **newer.load_order(weights, 6), budgetSeconds=0.001)
+    record = newer.run("Load", **newer.load_order(weights, 6), budgetSeconds=1e-9)
     assert (record["state"], record["error"]["reason"]) == ("Failed", "DeadlineExceeded")
     status = newer.status()
     assert [load["version"] for load in status["loads"]] == [1]
