@@ -128,10 +128,6 @@ class Stage:
             }
         )
 
-    def delete_pod(self, name: str) -> None:
-        """Deletes a pod and waits until it is gone."""
-        self.cluster.kubectl("delete", "pod", name, "--namespace", NAMESPACE, "--timeout=60s")
-
     # ---- waiting ----------------------------------------------------------------------------------------------
 
     def wait(self, what: str, condition: Callable[[], Any], seconds: float, *watched: str) -> Any:

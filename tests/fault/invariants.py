@@ -24,7 +24,6 @@ judges only what was observed: an answer that a proxy lost was still given by it
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -317,8 +316,3 @@ class Checker:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.violations)
-
-
-def wait_lag() -> None:
-    """Let what has happened be seen."""
-    time.sleep(LAG_SECONDS)

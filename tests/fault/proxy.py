@@ -184,18 +184,6 @@ class FaultProxy:
         self.watch()
         self.strike(Rule(of_record, fault, skip=at - 1))
 
-    def arm_every_other(self, fault: Fault) -> None:
-        """Strike the first, third, fifth ... write of the record: every write is struck once and then repeated."""
-        self.watch()
-        seen = 0
-
-        def odd(call: Call) -> bool:
-            nonlocal seen
-            seen += of_record(call)
-            return of_record(call) and seen % 2 == 1
-
-        self.strike(Rule(odd, fault, times=0))
-
     def outage(self, down: bool) -> None:
         """While ``down`` every call to the apiserver is answered 503."""
         self._outage = down
