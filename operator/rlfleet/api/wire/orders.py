@@ -1,0 +1,214 @@
+"""What a gate is asked: enrolment and the orders of one engine, one mutating operation at a time.
+
+An order says what shall be true of the engine and how long it may take; what came of it stands in the operation's
+record (``result``, by kind: see each order's docstring), never in the answer that accepted it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlfleet.api.wire.common import (
+    Addressed,
+    BroadcastGroup,
+    Digest,
+    Name,
+    OperationId,
+    Request,
+    Seconds,
+    Transport,
+    Uid,
+    Url,
+    Version,
+)
+
+
+class RouterType(StrEnum):
+    """Routers that a gate can add its engine to."""
+
+    SGLANG_ROUTER = "SGLangRouter"
+
+
+class RouterEndpoint(Request):
+    """A router as the gate must reach it. ``gone``: its pod is proven gone, so it counts as done."""
+
+    name: Name
+    type: RouterType
+    url: Url
+    gone: bool = False
+
+
+class EnrollRequest(Request):
+    """POST /v1/enroll: tells a gate where it belongs. Idempotent; also pushes changes of routers and keys.
+
+    Accepted when ``generation`` is not below the one held; it does not raise the fence of a gate that holds one.
+    """
+
+    pipeline: Uid
+    generation: int = Field(ge=0)
+    pod_uid: Uid
+    pool: Name
+    engine: Name = Field(description="engine name, for logs and labels")
+    engine_url: Url = Field(description="the URL under which routers know this engine")
+    routers: tuple[RouterEndpoint, ...] = Field(default=(), max_length=16)
+    public_keys: dict[str, str] = Field(default_factory=dict, max_length=8)
+
+    def digest(self) -> str:
+        """Names what is told, whatever the generation, so that a gate that was told anything else is told again."""
+        body = self.model_dump(mode="json", by_alias=True, exclude={"generation"})
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class PauseMode(StrEnum):
+    """How running requests are held while weights change (RLPipeline.spec.sync.quiesce.mode)."""
+
+    RETRACT = "Retract"  # back to the queue, recomputed later
+    KEEP = "Keep"  # frozen where they are; only where caches can be reset under them
+    ABORT = "Abort"  # running requests end with finish reason abort
+    WAIT = "Wait"  # drain first, then as the engine's type does by default
+
+
+class PauseOrder(Request):
+    """Pause the engine and verify it. Result: ``{"paused": true}``."""
+
+    kind: Literal["Pause"] = "Pause"
+    mode: PauseMode | None = Field(
+        default=None, description="None: the way of this engine type in which no request is lost"
+    )
+    drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 30
+    budget_seconds: Seconds | None = Field(default=None, description="what is left for it, counted from reception")
+    withdraw_proof: bool = Field(
+        default=False, description="also forget that its weights were proven: peers show that they are not those"
+    )
+
+
+class ResumeOrder(Request):
+    """Resume generation; refused (NotProven) unless the gate's record proves exactly these weights."""
+
+    kind: Literal["Resume"] = "Resume"
+    version: Version
+    manifest_digest: Digest
+    engine_digest: str | None = Field(default=None, max_length=128, description="None: whatever was recorded as proven")
+
+
+class PrepareOrder(Request):
+    """Get ready for one round's bytes: reserve memory (Serialized) and expect the manifest from the sender (both).
+
+    Replaces what an earlier round staged. Result: ``{"capacityBytes": n}``.
+    """
+
+    kind: Literal["Prepare"] = "Prepare"
+    transport: Transport
+    version: Version
+    manifest_digest: Digest
+    total_bytes: int = Field(ge=1)
+    sender_incarnation: Uid | None = Field(
+        default=None, description="only this sender process may push, by its header Rlfleet-Sender; None: any"
+    )
+
+
+class LoadOrder(Request):
+    """Load this round's weights into the paused engine. The start is recorded durably before the engine is touched.
+
+    Result: ``{"checksumBefore": str|null, "loadMs": int, "bytes": int}``.
+    """
+
+    kind: Literal["Load"] = "Load"
+    transport: Transport
+    version: Version
+    manifest_digest: Digest
+    group: BroadcastGroup | None = Field(default=None, description="Broadcast only")
+    rank_offset: int | None = Field(default=None, ge=1, description="Broadcast only")
+    rendezvous_seconds: Seconds = 22.5
+    transport_seconds: Seconds = 75
+    collective_seconds: Seconds = 22.5
+    teardown_seconds: Seconds = 15
+    budget_seconds: Seconds | None = Field(
+        default=None, description="what is left for all parts together, counted from reception (api.budgets)"
+    )
+
+
+class VerifyOrder(Request):
+    """Flush caches (body checked), read the engine's checksum.
+
+    Result: ``{"engineDigest": str|null, "changed": bool|null, "meaningful": bool, "delivered": bool}``;
+    ``engineDigest`` null and ``meaningful`` false where the engine has no usable checksum.
+    """
+
+    kind: Literal["Verify"] = "Verify"
+    version: Version
+    manifest_digest: Digest
+    expected_engine_digest: str | None = Field(default=None, max_length=128)
+
+
+class PublishOrder(Request):
+    """Write the version label to the engine once, without aborting requests, and read it back; then record as proven.
+
+    Result: ``{"label": str}``.
+    """
+
+    kind: Literal["Publish"] = "Publish"
+    version: Version
+    manifest_digest: Digest
+    engine_digest: str | None = Field(default=None, max_length=128)
+
+
+class ProbeOrder(Request):
+    """Have a resumed engine generate one greedy token for a fixed prompt. Result: ``{"token": int}``.
+
+    Fails (EngineRefused) where the engine answers no, no token, or a token of another weight version.
+    """
+
+    kind: Literal["Probe"] = "Probe"
+    deadline_seconds: Seconds = 20
+
+
+class OpenOrder(Request):
+    """Add the engine's own URL to every router; ends when each router lists it. Refused unless proven and resumed."""
+
+    kind: Literal["Open"] = "Open"
+    deadline_seconds: Seconds = 30
+
+
+class CloseOrder(Request):
+    """Remove the engine's URL from every router and read that back."""
+
+    kind: Literal["Close"] = "Close"
+    deadline_seconds: Seconds = 30
+
+
+class DiscardOrder(Request):
+    """Drop staged bytes and end a receive that waits for them."""
+
+    kind: Literal["Discard"] = "Discard"
+
+
+Order = Annotated[
+    PauseOrder
+    | ResumeOrder
+    | PrepareOrder
+    | LoadOrder
+    | VerifyOrder
+    | PublishOrder
+    | ProbeOrder
+    | OpenOrder
+    | CloseOrder
+    | DiscardOrder,
+    Field(discriminator="kind"),
+]
+
+
+class OperationRequest(Addressed):
+    """POST /v1/operations on a gate: start (or join) one operation. Answer: 202 or 200 with an OperationRecord.
+
+    One mutating operation runs at a time; a second with another id gets 409 Busy.
+    """
+
+    id: OperationId
+    attempt: int = Field(default=1, ge=1, le=1000)
+    order: Order

@@ -1,0 +1,123 @@
+"""What a gate reports: its engine, what it has proof of, what it has staged, its devices, and its own state.
+
+A field that can be unknown is None when it is; None never stands for "no".
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from rlfleet.api.wire.common import ErrorBody, Held, OperationState, Report, Transport
+
+
+class EngineState(StrEnum):
+    """What the gate sees of its engine process."""
+
+    STARTING = "Starting"
+    READY = "Ready"
+    UNREACHABLE = "Unreachable"
+
+
+class EngineReport(Report):
+    """The engine as the gate sees it now; None means unknown, never "no"."""
+
+    state: EngineState
+    type: str = ""
+    version: str | None = Field(default=None, description="the engine's own version")
+    paused: bool | None = None
+    weight_label: str | None = Field(default=None, description="weight version label read from the engine")
+    world_size: int | None = Field(default=None, description="ranks that this engine takes in a broadcast group")
+    layout: str | None = Field(default=None, description="hash of what must agree for checksums to be comparable")
+    running: int | None = None
+    waiting: int | None = None
+    model: str | None = None
+
+
+class HoldsRecord(Report):
+    """The weights that the gate has proof of, for the present incarnation."""
+
+    version: int
+    manifest_digest: str
+    engine_digest: str | None = None
+
+
+class LoadRecord(Report):
+    """One load begun at this engine. ``state`` Running with no operation in flight means: no recorded end (Unknown)."""
+
+    operation: str
+    version: int
+    manifest_digest: str
+    state: OperationState
+    verified: bool = False
+    published: bool = False
+    engine_digest: str | None = None
+
+
+class StagedReport(Report):
+    """Bytes received for one round."""
+
+    operation: str
+    version: int
+    manifest_digest: str
+    transport: Transport
+    manifest_received: bool = False
+    received_bytes: int = 0
+    total_bytes: int = 0
+    complete: bool = Field(default=False, description="every byte is here, every hash is the manifest's")
+    error: ErrorBody | None = None
+
+
+class DeviceReport(Report):
+    """GPUs of the engine. ``source`` Declared: from the pod's environment; Unknown: nothing is known."""
+
+    source: Literal["NVML", "Declared", "Unknown"]
+    node: str = ""
+    uuids: tuple[str, ...] = ()
+
+
+class GateStatus(Report):
+    """GET /v1/status on a gate, and the answer to fence and enroll."""
+
+    protocol_version: int
+    gate_version: str = ""
+    capabilities: tuple[str, ...] = ()
+    pod_uid: str
+    incarnation: str | None = Field(default=None, description="None until the gate has met its engine process")
+    enrolled: bool = False
+    enrolment: str = Field(default="", description="EnrollRequest.digest of the latest one that was accepted")
+    pipeline: str = ""
+    pool: str = ""
+    engine_name: str = ""
+    fence: Held = Held()
+    engine: EngineReport
+    holds: HoldsRecord | None = None
+    loads: tuple[LoadRecord, ...] = Field(default=(), description="latest last, at most 8")
+    in_flight: str | None = Field(default=None, description="id of the running mutating operation")
+    uncertain: bool = Field(
+        default=False, description="an operation has no recorded end; only status, pause and close are allowed"
+    )
+    uncertain_seconds: float = Field(
+        default=0.0, description="for how long that has been so, by the gate's own clock; 0 where nothing is uncertain"
+    )
+    wedged: bool = Field(
+        default=False, description="the engine joined a broadcast group that never formed: its loop is stuck in it"
+    )
+    staged: StagedReport | None = None
+    staging_capacity_bytes: int = 0
+    routed: dict[str, bool | None] = Field(
+        default_factory=dict, description="router name -> it lists us; None: unknown"
+    )
+    devices: DeviceReport = DeviceReport(source="Unknown")
+    startup: ErrorBody | None = Field(
+        default=None, description="why the start-up promise does not hold yet; None: it holds"
+    )
+    attempts: dict[str, int] = Field(
+        default_factory=dict, description='"operationUID/step" -> highest attempt in the log, for the latest operations'
+    )
+
+
+# Bulk paths on a gate: PUT /v1/staging/{operation UID}/manifest (JSON) and .../buckets/{index} (raw bytes).
+# Probes (no token): GET /livez, /startupz, /readyz. Metrics: GET /metrics.
