@@ -93,11 +93,11 @@ def test_draining_has_time_of_its_own_and_leaves_the_routers() -> None:
 
 
 def test_ranks_are_prefix_sums_of_each_members_own_world_size() -> None:
-    def sized(n: int, device: str) -> wire.GateStatus:
+    def sized(n: int, first: int) -> wire.GateStatus:
         report = wire.EngineReport(state=wire.EngineState.READY, world_size=n, layout="L")
-        return gate(engine=report, devices=(device,))
+        return gate(engine=report, devices=tuple(f"GPU-{100 + first + i}" for i in range(n)))
 
-    engines = [engine("a", sized(2, "GPU-4")), engine("b", sized(1, "GPU-5")), engine("c", sized(4, "GPU-6"))]
+    engines = [engine("a", sized(2, 0)), engine("b", sized(1, 10)), engine("c", sized(4, 20))]
     result = plan(engines, mode="Broadcast", train=TRAIN)
     assert members(result) == [("a", "Broadcast", 1), ("b", "Broadcast", 3), ("c", "Broadcast", 4)]
     assert isinstance(result, RoundPlan)

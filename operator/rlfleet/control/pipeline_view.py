@@ -84,10 +84,11 @@ class PipelineView:
         engines = {
             n: e.devices for n, e in self.fleet.engines.items() if not e.gone and not e.leaving and e.status is not None
         }
+        ranks = {n: e.status.engine.world_size or 1 for n, e in self.fleet.engines.items() if e.status is not None}
         if not engines:
             return None, Reason.TOPOLOGY_UNKNOWN, "no engine has reported its devices yet"
         train = train_devices((self.ledger.spec.get("trainer") or {}).get("gpus"))
-        choice = choose(transport["mode"], engines, train, assert_mixed=bool(transport.get("assertMixed")))
+        choice = choose(transport["mode"], engines, train, assert_mixed=bool(transport.get("assertMixed")), ranks=ranks)
         if isinstance(choice, Refusal):
             return False, choice.reason, choice.message
         return True, Reason.TOPOLOGY_KNOWN, f"transport {transport['mode']} can reach every engine"

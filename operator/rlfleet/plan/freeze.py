@@ -48,6 +48,7 @@ def freeze(
         )
     plan = assign(
         ready,
+        fleet=[e for e in live if not e.unborn],
         mode=mode,
         assert_mixed=assert_mixed,
         backend=backend,
@@ -74,9 +75,11 @@ def assign(
     verify: str,
     quiesce: PauseMode | None = None,
     confirmed: frozenset[str] = frozenset(),
+    fleet: Sequence[Engine] = (),
 ) -> RoundPlan | Refusal:
     """Transports and ranks of engines that can take part, or why they can not, whichever kind of round asks.
 
+    ``fleet``: all engines of the pipeline, for ``assert_mixed``.
     ``confirmed``: layouts whose engine digest is committed for these bytes already, so that one engine is enough to
     compare.
     """
@@ -91,7 +94,14 @@ def assign(
     unpausable = refuse_mode(ready, quiesce)
     if unpausable is not None:
         return unpausable
-    choice = choose(mode, {e.name: e.devices for e in ready}, train, assert_mixed=assert_mixed)
+    choice = choose(
+        mode,
+        {e.name: e.devices for e in ready},
+        train,
+        assert_mixed=assert_mixed,
+        fleet={e.name: e.devices for e in fleet},
+        ranks={e.name: e.status.engine.world_size or 1 for e in (*fleet, *ready) if e.status is not None},
+    )
     if isinstance(choice, Refusal):
         return choice
     members: list[Member] = []

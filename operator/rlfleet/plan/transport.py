@@ -3,7 +3,9 @@
 Invariants:
 - ``Auto`` is the only mode that mixes; ``Broadcast`` never quietly becomes serialized, and nothing is guessed when
   identity is unknown: the round is refused before an engine is touched;
-- ``CPUSerialize`` needs no topology and looks at none.
+- ``CPUSerialize`` needs no topology and looks at none;
+- a collective group never holds one physical GPU twice: not the trainer's, not one that two engines or two ranks
+  share, and no slice of one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from dataclasses import dataclass
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import Transport
 from rlfleet.plan.topology import Device, Placement, place, shared_devices
+
+#: Words of ``spec.transport.mode``. Another word is refused: no default stands in for a typo.
+MODES = ("CPUSerialize", "Broadcast", "Auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +48,41 @@ def choose(
     train: frozenset[Device] | None,
     *,
     assert_mixed: bool = False,
+    fleet: Mapping[str, frozenset[Device] | None] | None = None,
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, Choice] | Refusal:
     """Pick a transport for every engine, or refuse with the engines named.
 
-    ``engines``: name -> its devices, None when its identity is unknown. ``train``: the train pool, None when unknown.
-    An empty set of engines yields an empty choice in every mode: there is nobody to refuse for.
+    ``engines``: the targets, name -> devices, None when its identity is unknown. ``train``: the train pool, None when
+    unknown. ``ranks``: how many ranks an engine takes in a group, where that is known. ``fleet``: all engines of the
+    pipeline, which is what ``assert_mixed`` is about (None: the targets are all); one of unknown identity that is no
+    target counts for neither class. An empty set of targets yields an empty choice in every mode, and no topology is
+    looked at: there is nobody to refuse for.
     """
+    if mode not in MODES:
+        return Refusal(Reason.INVALID_SPEC, f"spec.transport.mode {mode!r} is not one of {', '.join(MODES)}")
+    if assert_mixed and mode != "Auto":
+        return Refusal(
+            Reason.INVALID_SPEC,
+            f"spec.transport.assertMixed needs mode Auto: {mode} never mixes transports. Use Auto, or leave it out",
+        )
     if not engines:
         return {}
     if mode == "CPUSerialize":
         return dict.fromkeys(engines, Choice(Transport.SERIALIZED))
-    if mode not in ("Broadcast", "Auto"):
-        return Refusal(
-            Reason.INVALID_SPEC,
-            f"spec.transport.mode {mode!r} is not one of CPUSerialize, Broadcast, Auto",
-        )
     if train is None:
         return Refusal(
             Reason.TOPOLOGY_UNKNOWN,
             f"transport mode {mode} needs the train pool: set spec.trainer.gpus of the RLPipeline, or use CPUSerialize",
         )
-    places = {name: place(devices, train) for name, devices in engines.items()}
-    unknown = sorted(name for name, p in places.items() if p is Placement.UNKNOWN)
+    unknown = sorted(name for name, devices in engines.items() if place(devices, train) is Placement.UNKNOWN)
     if unknown:
         return Refusal(
             Reason.TOPOLOGY_UNKNOWN,
             f"transport mode {mode} needs the devices of every engine, unknown for: {_names(unknown)}; "
             "use placement Pinned in their EnginePool, or CPUSerialize",
         )
-    shared = shared_devices(engines)
-    why: dict[str, str] = {}
-    for name, devices in engines.items():
-        if places[name] is Placement.OVERLAP:
-            why[name] = "shares devices with the trainer"
-        elif name in shared:
-            why[name] = f"shares a device with {_names(list(shared[name]))}"
-        elif any(d.is_mig for d in devices or ()):
-            why[name] = "runs on a MIG slice"
+    why = _kept_out(engines, train, ranks or {})
     if mode == "Broadcast":
         if why:
             pool = ", ".join(sorted(f"{d.node}/{d.uuid}" for d in train)[:8])
@@ -89,16 +92,48 @@ def choose(
                 f"({why[sorted(why)[0]]}); train pool: {pool}. Use Auto or CPUSerialize",
             )
         return dict.fromkeys(engines, Choice(Transport.BROADCAST))
-    chosen = {
+    if assert_mixed:
+        refusal = _mixes(engines if fleet is None else {**fleet, **engines}, train, ranks or {})
+        if refusal is not None:
+            return refusal
+    return {
         name: Choice(Transport.SERIALIZED, why[name]) if name in why else Choice(Transport.BROADCAST)
         for name in engines
     }
-    kinds = {c.transport for c in chosen.values()}
-    if assert_mixed and len(kinds) < 2:
-        only = next(iter(kinds)).value
-        return Refusal(
-            Reason.MIXED_TRANSPORT_IMPOSSIBLE,
-            f"spec.transport.assertMixed is set but every engine would use {only}: "
-            "the pool needs at least one engine on the train devices and one off them",
-        )
-    return chosen
+
+
+def _kept_out(
+    engines: Mapping[str, frozenset[Device] | None], train: frozenset[Device], ranks: Mapping[str, int]
+) -> dict[str, str]:
+    """Engines that can be in no broadcast group, with why. A group holds every physical GPU at most once."""
+    shared = shared_devices(engines)
+    why: dict[str, str] = {}
+    for name, devices in engines.items():
+        if place(devices, train) is Placement.OVERLAP:
+            why[name] = "shares devices with the trainer"
+        elif name in shared:
+            why[name] = f"shares a device with {_names(list(shared[name]))}"
+        elif any(d.is_mig for d in devices or ()):
+            why[name] = "runs on a MIG slice"
+        elif ranks.get(name, 1) > len(devices or ()):
+            why[name] = f"has {ranks[name]} ranks on {len(devices or ())} devices"
+        elif any(d.is_mig for d in train):
+            # The sender is a rank too, and nobody but the trainer knows on which of its devices.
+            why[name] = "the trainer runs on a MIG slice"
+    return why
+
+
+def _mixes(
+    fleet: Mapping[str, frozenset[Device] | None], train: frozenset[Device], ranks: Mapping[str, int]
+) -> Refusal | None:
+    """``assertMixed``: a fleet that can not mix is refused, so that a test of mixing never passes without any."""
+    known = {name: devices for name, devices in fleet.items() if devices}
+    out = _kept_out(known, train, ranks)
+    if out and len(out) < len(known):
+        return None
+    only = Transport.SERIALIZED if out else Transport.BROADCAST
+    return Refusal(
+        Reason.MIXED_TRANSPORT_IMPOSSIBLE,
+        f"spec.transport.assertMixed is set but every engine would use {only.value}: "
+        "the pool needs at least one engine on the train devices and one off them",
+    )
