@@ -32,6 +32,8 @@ GATE_ORDERS: list[dict[str, Any]] = [
     {"kind": "Close"},
     {"kind": "Discard"},
     {"kind": "Probe", "deadlineSeconds": 20.0},
+    {"kind": "Release", "tags": ["Weights", "KVCache"], "residualBytes": 13 * 2**30, "budgetSeconds": 60.0},
+    {"kind": "Wake", "budgetSeconds": 60.0},
 ]
 SENDER_ORDERS: list[dict[str, Any]] = [
     {"kind": "Push", "manifestDigest": DIGEST, "targets": [PUSH], "deadlineSeconds": 60},

@@ -249,6 +249,8 @@ class Reason(_Documented):
     NOT_STAGED = "NotStaged", "the gate has not received all bytes"
     STAGING_TOO_LARGE = "StagingTooLarge", "the weights do not fit in the gate's memory volume"
     UNSUPPORTED = "Unsupported", "an engine or sender lacks the capability"
+    OFFLOADED = "Offloaded", "the engine's device memory is released, so it must be woken first"
+    INSUFFICIENT_MEMORY = "InsufficientMemory", "a device lacks the memory to wake the engine; others use it"
     ENGINE_UNREACHABLE = "EngineUnreachable", "the engine process does not answer its gate"
     ENGINE_REFUSED = "EngineRefused", "the engine refused a call of its gate"
     HASH_MISMATCH = "HashMismatch", "delivered bytes are not those of the manifest"

@@ -25,6 +25,7 @@ class Capability(StrEnum):
     BROADCAST = "Broadcast"  # receives through a collective group
     CHECKSUM = "Checksum"  # hashes its own parameters, and the hash means something
     LABEL = "WeightLabel"  # the version label can be written without loading
+    OFFLOAD = "Offload"  # gives device memory back, tag by tag, and takes it again
     PAUSE_RETRACT = "Pause/Retract"
     PAUSE_KEEP = "Pause/Keep"
     PAUSE_ABORT = "Pause/Abort"

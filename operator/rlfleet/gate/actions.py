@@ -324,6 +324,14 @@ async def _at_each(routers: list[RouterEndpoint], call: Callable[[RouterEndpoint
     return answers
 
 
+# ---------------------------------------------------------------------------------------------- memory
+
+
+async def check_offload(ctx: GateContext, _: OperationRequest) -> None:
+    """Refuse an engine that can not give memory back."""
+    raise GateError(ErrorReason.UNSUPPORTED, f"{ctx.engine.adapter.type} can not release memory under this gate")
+
+
 # ---------------------------------------------------------------------------------------------- staging
 
 

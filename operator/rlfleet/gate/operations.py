@@ -46,6 +46,8 @@ ACTIONS: dict[str, Action] = {
     "Open": Action(actions.check_open, actions.open_routes),
     "Close": Action(no_check, actions.close_routes),
     "Discard": Action(no_check, actions.discard),
+    "Release": Action(actions.check_offload, actions.discard),
+    "Wake": Action(actions.check_offload, actions.discard),
 }
 
 

@@ -80,6 +80,8 @@ class ErrorReason(StrEnum):
     STAGING_TOO_LARGE = "StagingTooLarge"  # 409 more bytes than the memory volume may take
     VERSION_NOT_HELD = "VersionNotHeld"  # 409 the sender does not hold these bytes
     UNSUPPORTED = "Unsupported"  # 409 engine or sender lacks the capability
+    OFFLOADED = "Offloaded"  # 409 the engine's memory is released, or may be; Wake comes first
+    INSUFFICIENT_MEMORY = "InsufficientMemory"  # operation failure: the device has no room to wake the engine
     ENGINE_UNREACHABLE = "EngineUnreachable"  # operation failure
     ENGINE_REFUSED = "EngineRefused"  # operation failure
     ROUTER_UNREACHABLE = "RouterUnreachable"  # operation failure
@@ -186,6 +188,14 @@ class OperationRecord(Report):
     result: dict[str, Any] = Field(default_factory=dict, description="by kind; see the order's docstring")
     started_ms: int = 0
     ended_ms: int | None = None
+
+
+class MemoryTag(StrEnum):
+    """A part of an engine's device memory that can be given back and taken again on its own."""
+
+    WEIGHTS = "Weights"  # what they held is gone afterwards
+    KV_CACHE = "KVCache"
+    CUDA_GRAPH = "CudaGraph"
 
 
 class Transport(StrEnum):

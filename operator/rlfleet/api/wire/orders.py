@@ -17,6 +17,7 @@ from rlfleet.api.wire.common import (
     Addressed,
     BroadcastGroup,
     Digest,
+    MemoryTag,
     Name,
     OperationId,
     Request,
@@ -188,6 +189,38 @@ class DiscardOrder(Request):
     kind: Literal["Discard"] = "Discard"
 
 
+class ReleaseOrder(Request):
+    """Give the engine's device memory back, tag by tag; what was released stays recorded, whatever comes after.
+
+    Refused (NotProven) unless the engine reads back paused, idle and in no router; Unsupported without capability
+    Offload. Its proof (``holds``) is withdrawn before the first release. Result: ``{"released": [tag], "memory":
+    {uuid: {"usedBytes", "totalBytes"}} | null, "residual": "Ok" | "High" | "Unknown"}``: what is released now in all,
+    and memory as it was read at the end. Residual Unknown: memory can not be read, or no limit was given.
+    """
+
+    kind: Literal["Release"] = "Release"
+    tags: tuple[MemoryTag, ...] | None = Field(
+        default=None, min_length=1, max_length=8, description="None: all that the engine has"
+    )
+    residual_bytes: int | None = Field(
+        default=None, ge=0, description="most memory that may be in use on each of the devices, by whomever"
+    )
+    budget_seconds: Seconds | None = Field(
+        default=None, description="what is left for it, waiting for memory included, counted from reception"
+    )
+
+
+class WakeOrder(Request):
+    """Take back exactly what is recorded as released. The engine stays paused, and nothing proves its weights.
+
+    Fails (InsufficientMemory) before anything is touched where a device is seen to lack the room.
+    Result: ``{"awake": [tag]}``.
+    """
+
+    kind: Literal["Wake"] = "Wake"
+    budget_seconds: Seconds | None = Field(default=None, description="what is left for it, counted from reception")
+
+
 Order = Annotated[
     PauseOrder
     | ResumeOrder
@@ -198,7 +231,9 @@ Order = Annotated[
     | ProbeOrder
     | OpenOrder
     | CloseOrder
-    | DiscardOrder,
+    | DiscardOrder
+    | ReleaseOrder
+    | WakeOrder,
     Field(discriminator="kind"),
 ]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlfleet.api.wire.common import ErrorBody, Held, OperationState, Report, Transport
+from rlfleet.api.wire.common import ErrorBody, Held, MemoryTag, OperationState, Report, Transport
 
 
 class EngineState(StrEnum):
@@ -70,12 +70,37 @@ class StagedReport(Report):
     error: ErrorBody | None = None
 
 
+class DeviceMemory(Report):
+    """Memory of one whole device (of a MIG slice: the slice's), whoever uses it."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+class DeviceProcess(Report):
+    """A process of somebody else that uses a device."""
+
+    uuid: str
+    pid: int = Field(description="as the driver numbers it, which is the host's view")
+    name: str = Field(default="", description="empty where the driver does not tell")
+    used_bytes: int | None = Field(default=None, description="None: the driver does not tell")
+
+
 class DeviceReport(Report):
-    """GPUs of the engine. ``source`` Declared: from the pod's environment; Unknown: nothing is known."""
+    """GPUs of an engine or a trainer. ``source`` NVML: read from the driver; Declared: from the pod's environment only;
+    Unknown: nothing is known.
+    """
 
     source: Literal["NVML", "Declared", "Unknown"]
     node: str = ""
-    uuids: tuple[str, ...] = ()
+    uuids: tuple[str, ...] = Field(default=(), description="UUIDs of whole GPUs, or of MIG slices (MIG-...)")
+    memory: dict[str, DeviceMemory] | None = Field(
+        default=None, description="UUID -> memory, for every one of uuids; None: it could not be read"
+    )
+    processes: tuple[DeviceProcess, ...] = Field(
+        default=(), description="other tenants of these devices, largest first, at most 16"
+    )
+    problem: str = Field(default="", max_length=512, description="why the driver could not be read; empty: it was")
 
 
 class GateStatus(Report):
@@ -111,6 +136,12 @@ class GateStatus(Report):
         default_factory=dict, description="router name -> it lists us; None: unknown"
     )
     devices: DeviceReport = DeviceReport(source="Unknown")
+    released: tuple[MemoryTag, ...] = Field(
+        default=(), description="what the engine has given back and not taken again"
+    )
+    releasing: bool = Field(
+        default=False, description="a release or wake has no known end, so one tag may be here or gone"
+    )
     startup: ErrorBody | None = Field(
         default=None, description="why the start-up promise does not hold yet; None: it holds"
     )
