@@ -7,6 +7,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 NODES ?= 4
 MINUTES ?= 10
+WORKERS ?= 2
 PROVIDER ?= local
 UV_VERSION := 0.13.9
 VENV := .venv
@@ -34,8 +35,8 @@ $(STAMP): requirements.lock pyproject.toml
 demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a trainer that learns (KEEP=1 leaves it running)
 	@KEEP=$(KEEP) $(BIN)/python -m e2e.demo
 
-test: $(STAMP) ## all tests that need no root
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## all tests that need no root, WORKERS=2 files at a time, each worker with a cluster of its own
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model (an hour or more; ARGS="-k ...", POINTS=n, POINT=text: a part)
 	@RLFLEET_FAULT_REPORT=.fault/report.json RLFLEET_FAULT_POINTS=$(POINTS) RLFLEET_FAULT_POINT="$(POINT)" $(BIN)/python -m pytest tests/fault $(wildcard tests/model) -m "" $(ARGS)

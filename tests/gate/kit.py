@@ -125,6 +125,10 @@ class Engine:
     def faults(self, **rules: dict[str, Any]) -> None:
         self.http.post("/_sim/faults", json=rules).raise_for_status()
 
+    def struck(self, path: str) -> int:
+        """How many calls the fault of ``path`` has hit."""
+        return int(self.http.get("/_sim/faults").json()[path]["struck"])
+
     def label(self) -> str:
         return str(self.http.get("/model_info").json()["weight_version"])
 

@@ -17,7 +17,8 @@ def kill_inside(operator: Operator, engine: Engine, kind: str, path: str, **orde
     """SIGKILL the gate while ``kind`` waits for the engine's answer to ``path``; restart it."""
     engine.faults(**{path: {"action": "hang"}})
     op_id = str(operator.start(kind, **order).json()["id"])
-    until("operation in flight", lambda: operator.status().get("inFlight") == op_id)
+    until(f"{path} hangs at the engine", lambda: engine.struck(path))
+    assert operator.status().get("inFlight") == op_id
     operator.gate.kill()
     engine.faults()
     operator.gate.start()

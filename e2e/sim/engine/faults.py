@@ -66,13 +66,17 @@ class Faults:
             rules = parse(json.loads(self._file.read_text() or "{}"))
         return rules | self._set
 
+    def struck(self, path: str) -> int:
+        """How many calls of ``path`` were hit since the rules were replaced."""
+        return sum(used for (hit, _), used in self._used.items() if hit == path)
+
     def strike(self, path: str, when: str) -> Fault | None:
         """The fault that hits this call now, counted; None for none. ValueError when the file is malformed."""
         fault = self.rules().get(path.strip("/"))
         if fault is None or fault.when != when:
             return None
-        used = self._used.get((path, fault), 0)
+        used = self._used.get((path.strip("/"), fault), 0)
         if fault.times is not None and used >= fault.times:
             return None
-        self._used[path, fault] = used + 1
+        self._used[path.strip("/"), fault] = used + 1
         return fault

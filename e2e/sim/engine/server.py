@@ -265,7 +265,10 @@ class Server:
             return error("faults can be set from the loopback interface only", 403, "Forbidden")
         if request.method == "POST":
             self._faults.replace(parse(await request.json()))
-        return web.json_response({path: asdict(fault) for path, fault in self._faults.rules().items()})
+        rules = self._faults.rules()
+        return web.json_response(
+            {path: asdict(rule) | {"struck": self._faults.struck(path)} for path, rule in rules.items()}
+        )
 
 
 async def _strike(fault: Fault | None) -> web.Response | None:

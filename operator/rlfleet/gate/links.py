@@ -52,10 +52,12 @@ class EngineLink:
         if self._facts is None:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_facts())
+            # By its own name: when this one is done, another caller may have begun to ask anew before we run again.
+            asked = self._asking
             # A checksum may take longer than a caller of ours waits; it goes on, and the next one finds its answer.
-            done, _ = await asyncio.wait({self._asking}, timeout=STATUS_SECONDS)
+            done, _ = await asyncio.wait({asked}, timeout=STATUS_SECONDS)
             if done:
-                self._facts = self._asking.result()
+                self._facts = self._facts or asked.result()
         return self._facts
 
     async def _ask_facts(self) -> Facts | None:
