@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -53,6 +54,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--empty-checksums", action="store_true", help="parameters hash as empty input, as packed ones do on CPUs"
     )
+    parser.add_argument(
+        "--extra-tensors", type=Path, help="JSON {name: [dtype, shape]} of parameters that are kept as they come"
+    )
     parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
     return parser.parse_args()
 
@@ -69,21 +73,23 @@ def _fatal(message: str) -> None:
     os._exit(1)
 
 
-def _load(model: str, seed: int) -> tuple[ModelConfig, WeightStore, str]:
+def _load(model: str, seed: int, extra_tensors: Path | None) -> tuple[ModelConfig, WeightStore, str]:
     directory = Path(model)
+    described = {} if extra_tensors is None else json.loads(extra_tensors.read_text())
+    extra = {name: (dtype, tuple(shape)) for name, (dtype, shape) in described.items()}
     if directory.is_dir():
         config = load_config(directory)
-        weights = WeightStore(config, {})
+        weights = WeightStore(config, {}, extra)
         weights.load_directory(directory)
         return config, weights, str(directory.resolve())
     if model not in MODELS:
         raise SystemExit(f"--model {model}: neither a directory nor one of {', '.join(MODELS)}")
     config = MODELS[model]
-    return config, WeightStore(config, initial_state(config, seed)), ""
+    return config, WeightStore(config, initial_state(config, seed), extra), ""
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    config, weights, path = _load(arguments.model, arguments.seed)
+    config, weights, path = _load(arguments.model, arguments.seed, arguments.extra_tensors)
     weights.packed = arguments.empty_checksums
     slots = arguments.max_running_requests
     groups: Groups | None = None

@@ -113,6 +113,7 @@ class Server:
             (both, "/release_memory_occupation", self._release),
             (both, "/resume_memory_occupation", self._resume),
             (both, "/_sim/faults", self._set_faults),
+            (get, "/_sim/tensor", self._tensor),
         ]
         for methods, path, handler in routes:
             for method in methods:
@@ -258,6 +259,11 @@ class Server:
             "sglang:num_requests_total": totals.finished,
         }
         return web.Response(text="".join(f"{name} {value}\n" for name, value in samples.items()))
+
+    async def _tensor(self, request: web.Request) -> web.Response:
+        """A parameter of ``--extra-tensors`` as the bytes that the engine keeps."""
+        kept = await self._updates.extra_tensor(request.query.get("name", ""))
+        return error("no such tensor", 404, "NotFound") if kept is None else web.Response(body=kept)
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         # Only for the machine itself: on a pod network nobody else may make an engine misbehave.

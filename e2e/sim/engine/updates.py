@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from e2e.sim.tensors import decode, element_size
+from e2e.sim.tensors import RawTensor, element_size
 
 from . import bodies
 from .admission import Admission
@@ -101,13 +101,17 @@ class Updates:
                 if body.load_format == "flattened_bucket":
                     whole = groups.receive(body.group_name, [sum(sizes)])[0]
                     ends = np.cumsum(sizes).tolist()
+                    for name, dtype, end, size in zip(body.names, body.dtypes, ends, sizes, strict=True):
+                        if (end - size) % element_size(dtype):
+                            # The real engine views each tensor in the bucket, which needs an aligned place.
+                            return outcome(False, f"Unaligned received tensor {name}: byte offset {end - size}")
                     parts = [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
                 else:
                     parts = groups.receive(body.group_name, sizes)
             except (GroupError, ValueError) as error:
                 return outcome(False, str(error))
             tensors = [
-                (name, decode(part, dtype, tuple(shape)))
+                (name, RawTensor(dtype, tuple(shape), part))
                 for name, part, dtype, shape in zip(body.names, parts, body.dtypes, body.shapes, strict=True)
             ]
             try:
@@ -179,6 +183,11 @@ class Updates:
         await self._in_loop(work)
         self._labels.weight_version = body.new_version
         return outcome(True, f"Weight version updated to {body.new_version}", new_version=body.new_version)
+
+    async def extra_tensor(self, name: str) -> bytes | None:
+        """The bytes of a parameter that the model does not compute with; None when there is none of that name."""
+        kept = await self._in_loop(lambda: self._weights.extra.get(name))
+        return None if kept is None else bytes(kept.data)
 
     async def weights_by_name(self, body: bodies.WeightsByName) -> list[Any]:
         """The first rows of one tensor. Refused for an unknown name."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from e2e.sim.model import Array, Location, ModelConfig, fused_location, fused_shapes, parameter_shapes
-from e2e.sim.tensors import read_safetensors
+from e2e.sim.tensors import RawTensor, decode, element_size, read_safetensors
 
 
 class LoadError(Exception):
@@ -21,10 +21,23 @@ class LoadError(Exception):
 
 
 class WeightStore:
-    """Fused parameters of one engine. The arrays keep their identity, so models may hold views of them."""
+    """Fused parameters of one engine. The arrays keep their identity, so models may hold views of them.
 
-    def __init__(self, config: ModelConfig, state: Mapping[str, Array]) -> None:
+    ``extra``: dtype and shape of parameters that the model does not compute with. They are kept as the bytes that came,
+    as a real engine keeps parameters of dtypes that this model has none of.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        state: Mapping[str, Array],
+        extra: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    ) -> None:
         self.config = config
+        self.extra = {
+            name: RawTensor(dtype, shape, bytes(element_size(dtype) * int(np.prod(shape, dtype=np.int64))))
+            for name, (dtype, shape) in (extra or {}).items()
+        }
         self._shapes = parameter_shapes(config)
         self._locations: dict[str, Location] = {}
         for name in self._shapes:
@@ -39,8 +52,8 @@ class WeightStore:
         self.halve_next_load = False
         self.load(state.items())
 
-    def load(self, tensors: Iterable[tuple[str, Array]]) -> int:
-        """Write tensors by their checkpoint names; returns how many were known. LoadError on a wrong shape.
+    def load(self, tensors: Iterable[tuple[str, Array | RawTensor]]) -> int:
+        """Write tensors by their checkpoint names; returns how many were known. LoadError for one that does not fit.
 
         Unknown names are skipped without a word, which is what makes a success answer no evidence.
         """
@@ -50,9 +63,18 @@ class WeightStore:
             tensors = every[: len(every) // 2]
         loaded = 0
         for name, value in tensors:
+            if name in self.extra:
+                self._keep(name, value)
+                loaded += 1
+                continue
             at = self._locations.get(name)
             if at is None:
                 continue
+            if isinstance(value, RawTensor):
+                try:
+                    value = decode(value.data, value.dtype, value.shape)
+                except ValueError as error:
+                    raise LoadError(f"{name}: {error}") from error
             if value.shape != self._shapes[name]:
                 raise LoadError(
                     f"{name}: shape {list(value.shape)} does not fit parameter of shape {list(self._shapes[name])}"
@@ -60,6 +82,14 @@ class WeightStore:
             self.parameters[at.parameter][at.start : at.stop] = value
             loaded += 1
         return loaded
+
+    def _keep(self, name: str, value: Array | RawTensor) -> None:
+        kept = self.extra[name]
+        if not isinstance(value, RawTensor) or (value.dtype, value.shape) != (kept.dtype, kept.shape):
+            raise LoadError(f"{name}: not a {kept.dtype} tensor of shape {list(kept.shape)}")
+        if len(value.data) != len(kept.data):
+            raise LoadError(f"{name}: {len(value.data)} bytes do not make a {kept.dtype} of shape {list(kept.shape)}")
+        self.extra[name] = RawTensor(value.dtype, value.shape, bytes(value.data))
 
     def load_directory(self, directory: Path) -> int:
         """Load every ``*.safetensors`` file of a directory, in name order. LoadError when one can not be read."""
@@ -88,6 +118,9 @@ class WeightStore:
             digest = hashlib.sha256(f"{value.dtype}{value.shape}".encode())
             digest.update(np.ascontiguousarray(value).data)
             result[name] = digest.hexdigest()
+        for name, kept in self.extra.items():
+            if name not in left_out:
+                result[name] = hashlib.sha256(f"{kept.dtype}{kept.shape}".encode() + kept.data).hexdigest()
         return result
 
     def snapshot(self) -> None:

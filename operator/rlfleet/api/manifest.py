@@ -23,6 +23,9 @@ from pydantic.alias_generators import to_camel
 DTYPES: dict[str, tuple[int, str]] = {
     "bool": (1, "BOOL"),
     "uint8": (1, "U8"),
+    "uint16": (2, "U16"),
+    "uint32": (4, "U32"),
+    "uint64": (8, "U64"),
     "int8": (1, "I8"),
     "int16": (2, "I16"),
     "int32": (4, "I32"),
@@ -32,7 +35,10 @@ DTYPES: dict[str, tuple[int, str]] = {
     "float32": (4, "F32"),
     "float64": (8, "F64"),
     "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
     "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "complex64": (8, "C64"),
 }
 
 MAX_TENSORS = 200_000

@@ -9,6 +9,8 @@ Needs torch where tensors come in; importing this package does not.
 """
 
 from rlfleet.sender.errors import (
+    GatherFailed,
+    GatherTimeout,
     InvalidStateDict,
     LayoutChanged,
     PublishTimeout,
@@ -17,9 +19,12 @@ from rlfleet.sender.errors import (
     VersionGoesBackwards,
 )
 from rlfleet.sender.sender import OUTSIDE_CLUSTER, WeightSender
+from rlfleet.sender.sharded import publish_sharded
 
 __all__ = [
     "OUTSIDE_CLUSTER",
+    "GatherFailed",
+    "GatherTimeout",
     "InvalidStateDict",
     "LayoutChanged",
     "PublishTimeout",
@@ -27,4 +32,5 @@ __all__ = [
     "SenderError",
     "VersionGoesBackwards",
     "WeightSender",
+    "publish_sharded",
 ]

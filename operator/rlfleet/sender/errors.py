@@ -24,6 +24,14 @@ class VersionGoesBackwards(SenderError):
     """The version is below the one that the sender holds, and ``allow_rollback`` was not given."""
 
 
+class GatherFailed(SenderError):
+    """Ranks of a sharded publish do not fit together, or one of them went away; the message names it where known."""
+
+
+class GatherTimeout(SenderError):
+    """A sharded publish was not gathered within ``deadline_seconds``: a rank does not take part."""
+
+
 class PublishTimeout(SenderError):
     """A round held the bytes that this publish would have replaced for longer than ``timeout``."""
 

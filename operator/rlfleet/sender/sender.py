@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -18,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rlfleet.api import wire
 from rlfleet.api.manifest import Manifest
-from rlfleet.sender import cache
+from rlfleet.sender import cache, layout
 from rlfleet.sender.access import Access, KeySource
-from rlfleet.sender.errors import PublishTimeout, SenderClosed, SenderError, VersionGoesBackwards
+from rlfleet.sender.errors import SenderClosed, SenderError
 from rlfleet.sender.metrics import Metrics
+from rlfleet.sender.publisher import Publisher
 from rlfleet.sender.slots import Slots
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class WeightSender:
         self._peer_proxy = proxy or None
         self._host = host
         self._port = port
-        self._bucket_bytes = bucket_bytes
         self._backends = tuple(backends)
         self._access = Access(pod_uid, public_keys)
         self._slots = Slots(second_slot=second_slot)
@@ -90,8 +89,8 @@ class WeightSender:
             *(f"Broadcast/{b}" for b in self._backends),
             *(("SecondSlot",) if second_slot else ()),
         )
-        self._publishing = threading.Lock()
-        self._first: cache.Layout | None = None
+        #: What ``publish`` and ``publish_sharded`` go through.
+        self.publisher = Publisher(self._slots, self._metrics, bucket_bytes=bucket_bytes, cuda="nccl" in self._backends)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -180,7 +179,7 @@ class WeightSender:
         A broadcast in progress ends by its own deadlines; after ``timeout`` seconds its thread is left to them.
         """
         self._closed = True
-        self._slots.close()
+        self.publisher.close()
         if self._loop is not None and self._stop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout)
@@ -202,72 +201,10 @@ class WeightSender:
         Raises InvalidStateDict, LayoutChanged (unless ``allow_layout_change``), VersionGoesBackwards (unless
         ``allow_rollback``), PublishTimeout and SenderClosed; what was published before stays as it was.
         """
-        if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
-            raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
-        give_up = None if timeout is None else time.monotonic() + timeout
-        if not self._publishing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            raise PublishTimeout(f"version {version}: another publish has run for {timeout:g} s")
-        try:
-            return self._publish(version, state_dict, give_up, allow_rollback, allow_layout_change)
-        finally:
-            self._publishing.release()
-
-    def _publish(
-        self,
-        version: int,
-        state_dict: Mapping[str, Any],
-        give_up: float | None,
-        allow_rollback: bool,
-        allow_layout_change: bool,
-    ) -> Manifest:
-        if self._closed:
-            raise SenderClosed("the sender was closed")
-        newest = self._slots.newest()
-        if newest is not None and version < newest.version and not allow_rollback:
-            raise VersionGoesBackwards(
-                f"version {version} is below version {newest.version}, which this sender holds; "
-                "publish(..., allow_rollback=True) if that is meant"
+        with self.publisher.exclusively(version, timeout) as give_up:
+            entries = layout.check(state_dict)
+            changed = self.publisher.admit(
+                version, entries, allow_rollback=allow_rollback, allow_layout_change=allow_layout_change
             )
-        weights, layout = cache.build(
-            version,
-            state_dict,
-            first=self._first,
-            allow_layout_change=allow_layout_change,
-            bucket_bytes=self._bucket_bytes,
-            spare=self._slots.spare,
-            cuda="nccl" in self._backends,
-        )
-        if newest is not None and newest.version == version:
-            if newest.digest == weights.digest:
-                self._slots.spare.give(weights.buckets)
-                return newest.manifest
-            log.warning(
-                "version %d is published again with other bytes: it was %s and is %s now",
-                version,
-                newest.digest,
-                weights.digest,
-            )
-        if weights.nan_tensors:
-            log.warning(
-                "version %d contains NaN in %d of %d tensors, for instance %s",
-                version,
-                len(weights.nan_tensors),
-                len(weights.manifest.tensors),
-                weights.nan_tensors[0],
-            )
-        try:
-            self._slots.put(weights, give_up)
-        except PublishTimeout:
-            self._slots.spare.give(weights.buckets)
-            raise
-        self._first = self._first or layout
-        self._metrics.published(weights)
-        log.info(
-            "version %d is ready: %s, %d bytes in %d buckets, %d ms",
-            version,
-            weights.digest,
-            weights.manifest.total_bytes,
-            len(weights.buckets),
-            weights.build_ms,
-        )
-        return weights.manifest
+            weights = self.publisher.build(version, entries, state_dict.__getitem__, layout_changed=changed)
+            return self.publisher.install(weights, entries, give_up)
