@@ -102,7 +102,7 @@ def wire() -> dict[str, Any]:
         (("tensors", 0, "bucket"), 1, "tensor 'b': bucket 0 is out of order or unknown"),
         (("tensors", 2, "bucket"), 2, "bucket 2 is out of order or unknown"),
         (("tensors", 1, "name"), "a", "tensor 'a' appears twice"),
-        (("tensors", 1, "dtype"), "complex64", "dtype 'complex64' can not be carried"),
+        (("tensors", 1, "dtype"), "complex128", "dtype 'complex128' can not be carried"),
         (("tensors", 1, "shape"), [-5], "negative size in shape [-5]"),
         (("tensors", 1, "shape"), [6], "bucketBytes do not equal the bytes"),
         (("tensors", 1, "hash"), "3" * 32, "digest does not match the tensors"),
