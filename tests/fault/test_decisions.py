@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlfleet.api import wire
-from rlfleet.control.rounds.fleet import engine_of
+from rlfleet.control.rounds.pods import engine_of
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.transport import Refusal

@@ -15,8 +15,9 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.control.rounds.catchup_ready import transporting
 from rlfleet.control.rounds.counting import counts_of
-from rlfleet.control.rounds.fleet import Fleet, SenderLink
+from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import API_SECONDS, Ledger
+from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.kube.errors import AlreadyExists
 from rlfleet.kube.resources import SYNCROUNDS
 from rlfleet.plan.catchup import CatchUpPlan, Failure, plan_catch_up

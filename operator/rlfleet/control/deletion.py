@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
 from rlfleet.api.timestamps import rfc3339
+from rlfleet.api.v1alpha1.rlpipeline import OperationKind
 from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.control.peers import Caller
 from rlfleet.control.queue import After, Done, Result
-from rlfleet.control.rounds.ledger import API_SECONDS, WRITE_TRIES, Ledger, is_terminal
+from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.ledger import API_SECONDS, WRITE_TRIES, Ledger
+from rlfleet.control.rounds.objects import is_terminal
 from rlfleet.control.rounds.outcome import settled
-from rlfleet.control.rounds.outside import Outside
+from rlfleet.control.slot import keep_slot, own_work, take_slot
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS, Resource
@@ -210,10 +214,19 @@ async def _refuse(ctx: Context, ledger: Ledger) -> None:
 
 async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
     """The final claim: every engine out of its routers, paused, and without staged bytes; until the ceiling at most."""
-    work = Outside(ctx, ledger, kind="Quarantine")
-    view.bind(work.fleet)
-    await work.claim(extra=_status(view, "closes its engines"))
-    left = await _close_once(ctx, ledger, work)
+    fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+    operation = own_work(ledger, OperationKind.QUARANTINE.value)
+    clock = ctx.clock.monotonic
+    # Not for as long as elsewhere: whoever can be closed now is, and an engine at which something runs counts as open.
+    caller = await take_slot(
+        ledger,
+        fleet,
+        operation,
+        deadline=lambda: clock() + ORDER_SECONDS,
+        extra=_status(view, "closes its engines"),
+    )
+    view.bind(fleet)
+    left = await _close_once(ctx, fleet, caller)
     while left:
         await view.write_if_changed((Reason.TERMINATING, left), trouble=None)
         await asyncio.sleep(LOOK_SECONDS)
@@ -221,7 +234,8 @@ async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> No
         await _end_rounds(ctx, ledger, await _late_rounds(ledger))
         if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
             return  # the ceiling was reached
-        left = await _close_once(ctx, ledger, work)
+        caller = await keep_slot(ledger, fleet, operation, deadline=clock)
+        left = await _close_once(ctx, fleet, caller)
     await ledger.write_pipeline({"activeOperation": None, **_status(view, "closed its engines")})
 
 
@@ -229,25 +243,29 @@ def _status(view: PipelineView, doing: str) -> Obj:
     return view(trouble=None, working=(Reason.TERMINATING, f"the pipeline is being deleted and {doing}"))
 
 
-async def _close_once(ctx: Context, ledger: Ledger, work: Outside) -> str:
-    """One turn of orders; what is still open, in words."""
-    await work.fence_everybody()
-    answers = [o.engine for o in still_open(work.fleet.engines.values(), pipeline=ledger.uid) if o.answers]
+async def _close_once(ctx: Context, fleet: Fleet, caller: Caller) -> str:
+    """One turn of orders to engines that have just been fenced; what is still open, in words."""
+    answers = [o.engine for o in still_open(fleet.engines.values(), pipeline=caller.pipeline) if o.answers]
     deadline = ctx.clock.monotonic() + ORDER_SECONDS
+
+    async def order(step: str, names: Iterable[str], what: Any) -> None:
+        # What came of it is read from the gates afterwards, never from the answer.
+        if orders := dict.fromkeys(names, what):
+            await fleet.run(caller, step, orders, deadline=deadline, again=True)
+
     # First out of the routers, so that no new request waits inside an engine that nobody will resume.
-    await work.order("Close", answers, wire.CloseOrder(), deadline=deadline)
-    pause = [n for n in answers if not work.paused(n)]
-    await work.order(
+    await order("Close", answers, wire.CloseOrder())
+    pause = [n for n in answers if (s := fleet.engines[n].status) is None or s.engine.paused is not True]
+    await order(
         "Pause",
         pause,
         wire.PauseOrder(mode=wire.PauseMode.ABORT, drain_seconds=0, budget_seconds=ORDER_SECONDS),
-        deadline=deadline,
     )
-    staged = [n for n, e in work.fleet.engines.items() if e.status is not None and e.status.staged is not None]
-    await work.order("Discard", staged, wire.DiscardOrder(), deadline=deadline)
-    await work.fleet.read_pods()
-    await work.fleet.poll()
-    return waits_for((), None, still_open(work.fleet.engines.values(), pipeline=ledger.uid))
+    staged = [n for n, e in fleet.engines.items() if e.status is not None and e.status.staged is not None]
+    await order("Discard", staged, wire.DiscardOrder())
+    await fleet.read_pods()
+    await fleet.poll()
+    return waits_for((), None, still_open(fleet.engines.values(), pipeline=caller.pipeline))
 
 
 # ---------------------------------------------------------------------------------------------- rounds left over

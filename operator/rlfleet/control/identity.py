@@ -14,10 +14,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.rlpipeline import OperationKind
 from rlfleet.api.v1alpha1.syncround import AttemptOp
-from rlfleet.control.rounds.ledger import Ledger, is_terminal
+from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.ledger import Ledger
+from rlfleet.control.rounds.objects import is_terminal
 from rlfleet.control.rounds.outcome import settled
-from rlfleet.control.rounds.outside import Outside
+from rlfleet.control.slot import own_work, paused_budget, take_slot
 from rlfleet.plan.identity import Shown, Stray, is_outlived, is_poisoned, last_shown, still_committed
 
 if TYPE_CHECKING:
@@ -67,18 +70,15 @@ async def recover(ctx: Context, ledger: Ledger, view: PipelineView, shown: Shown
         else "it was lost or set back, and what is committed is not known any more. Engines that serve go on serving; "
         "none is opened before the next round has committed"
     )
-    work = Outside(ctx, ledger, kind="Repair")
-    await work.claim(above=shown.generation, extra={} if believed else {"committed": None})
-    await _finish(ctx, ledger, view, work, message)
+    lost = {} if believed else {"committed": None}
+    await _raise_fence(ctx, ledger, view, message, above=shown.generation, extra=lost)
     log.warning("%s", message, extra={"pipeline": f"{ledger.namespace}/{ledger.name}"})
     ctx.events.record(ledger.pipeline, "Warning", Reason.STATUS_LOST.value, message, action="Recover")
 
 
 async def finish(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
     """The pipeline's own claim was left by an operator that died: what it decided was written with it."""
-    work = Outside(ctx, ledger, kind="Repair")
-    await work.claim()
-    await _finish(ctx, ledger, view, work, "an operator died while it put identities right")
+    await _raise_fence(ctx, ledger, view, "an operator died while it put identities right")
 
 
 async def take_over(ctx: Context, ledger: Ledger, view: PipelineView, found: Stray) -> frozenset[str]:
@@ -86,22 +86,27 @@ async def take_over(ctx: Context, ledger: Ledger, view: PipelineView, found: Str
 
     Their pool then enrolls them with us. They stay closed until a round brings them what we commit.
     """
-    work = Outside(ctx, ledger, kind="Repair")
-    await work.claim(above=found.generation)
-    await _finish(ctx, ledger, view, work, "engines of a deleted pipeline of the same name were taken over")
+    message = "engines of a deleted pipeline of the same name were taken over"
+    fleet = await _raise_fence(ctx, ledger, view, message, above=found.generation)
     mine = {
         n
-        for n, e in work.fleet.engines.items()
+        for n, e in fleet.engines.items()
         if e.gone or (e.status is not None and e.status.fence.pipeline == ledger.uid)
     }
     log.info("took over %d engines of a deleted pipeline", len(mine & set(found.closed)))
     return frozenset(set(found.closed) - mine)
 
 
-async def _finish(ctx: Context, ledger: Ledger, view: PipelineView, work: Outside, message: str) -> None:
-    await work.fence_everybody()
-    view.bind(work.fleet)
+async def _raise_fence(
+    ctx: Context, ledger: Ledger, view: PipelineView, message: str, *, above: int = 0, extra: Obj | None = None
+) -> Fleet:
+    """Claim in the pipeline's own name, pass the barrier, free the slot; the engines as they answered behind it."""
+    fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+    operation = own_work(ledger, OperationKind.REPAIR.value)
+    await take_slot(ledger, fleet, operation, deadline=lambda: paused_budget(ctx, ledger), above=above, extra=extra)
+    view.bind(fleet)
     await ledger.write_pipeline({"activeOperation": None, **view(trouble=None, working=(Reason.STATUS_LOST, message))})
+    return fleet
 
 
 async def settle_outlived(ctx: Context, ledger: Ledger, view: PipelineView, rounds: Iterable[Obj]) -> set[str]:

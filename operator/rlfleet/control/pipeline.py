@@ -39,18 +39,11 @@ from rlfleet.control.repair.pods import replace_closed, replace_strangers
 from rlfleet.control.repair.rules import RuleName, Rules
 from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
-from rlfleet.control.rounds.fleet import SenderLink
-from rlfleet.control.rounds.ledger import (
-    API_SECONDS,
-    FenceLost,
-    Ledger,
-    RoundGone,
-    RoundStatusLost,
-    is_terminal,
-    ref_of,
-)
+from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundGone, RoundStatusLost
+from rlfleet.control.rounds.objects import is_terminal, ref_of
 from rlfleet.control.rounds.outcome import settled
-from rlfleet.control.rounds.transfer import plan_of
+from rlfleet.control.rounds.plan_record import plan_of
+from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS

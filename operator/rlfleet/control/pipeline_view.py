@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.repair.rules import Rules
-from rlfleet.control.rounds.fleet import Fleet, SenderLink
+from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
+from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed

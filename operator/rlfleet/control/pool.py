@@ -24,7 +24,7 @@ from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.counting import counts_of
-from rlfleet.control.rounds.fleet import is_owned
+from rlfleet.control.rounds.pods import is_owned
 from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority

@@ -19,10 +19,11 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.rlpipeline import OperationKind
 from rlfleet.control.peers import Caller
 from rlfleet.control.repair.memory import RepairMemory
-from rlfleet.control.repair.slot import take_slot
-from rlfleet.control.rounds.fleet import Fleet, ok, why
+from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.outcome import StatusOf
+from rlfleet.control.rounds.results import ok, why
+from rlfleet.control.slot import paused_budget, take_slot
 from rlfleet.plan.identity import poisoned_gates
 from rlfleet.plan.repair import Act, Need, needs
 
@@ -104,8 +105,7 @@ class EngineRepair:
         return f"{self._ledger.namespace}/{self._ledger.name}"
 
     def _deadline(self) -> float:
-        """Work outside rounds keeps engines from serving no longer than a round may."""
-        return self._ctx.clock.monotonic() + float(self._ledger.spec["sync"]["deadlines"]["pausedSeconds"])
+        return paused_budget(self._ctx, self._ledger)
 
     async def _apply(self, caller: Caller, ours: Callable[[Need], bool]) -> None:
         """Settle, close, resume, route: each step on what the one before it left."""

@@ -15,7 +15,8 @@ from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.catchup import kind_of
 from rlfleet.control.deletion import release_overdue
-from rlfleet.control.rounds.ledger import API_SECONDS, Ledger, RoundGone, is_terminal
+from rlfleet.control.rounds.ledger import API_SECONDS, Ledger, RoundGone
+from rlfleet.control.rounds.objects import is_terminal
 from rlfleet.control.rounds.outcome import settled
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.resources import RLPIPELINES, SYNCROUNDS

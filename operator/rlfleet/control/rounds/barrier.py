@@ -7,12 +7,13 @@ whoever gave none is unknown and stays closed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import PeerError, Refused
-from rlfleet.control.rounds.ledger import FenceLost
+from rlfleet.control.rounds.ledger import FenceLost, Ledger
 from rlfleet.plan.claims import Barrier, Step, barrier_step
 from rlfleet.plan.identity import is_poisoned
 
@@ -20,40 +21,73 @@ if TYPE_CHECKING:
     from rlfleet.control.rounds.executor import Executor
 
 
-async def pass_barrier(run: Executor, *, takeover: bool) -> None:
-    """Carry out what ``plan.claims.barrier_step`` says until it says that decisions may be made."""
-    # A round that was leased before counts as taken over, even where the claim on it was lost with the status.
-    needs_round = takeover or bool(run.ledger.round_status.get("lease"))
-    at = Barrier(run.ledger.generation, needs_round)
+async def pass_barrier(
+    ledger: Ledger,
+    *,
+    fence: Callable[[], Awaitable[int]],
+    claim_above: Callable[[int], Awaitable[None]],
+    wait: Callable[[], Awaitable[None]],
+    write_round: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Carry out what ``plan.claims.barrier_step`` says until it says that decisions may be made.
+
+    ``fence``: raise the fence at everybody, and say the highest generation that refused us (0: nobody did);
+    ``claim_above``: claim anew, above a generation; ``wait``: for operations that somebody before us started;
+    ``write_round``: our generation into the status of a round that was claimed before (None: there is none).
+    """
+    at = Barrier(ledger.generation, needs_round=write_round is not None)
     while (step := barrier_step(at)) is not Step.DECIDE:
         if step is Step.WRITE_ROUND:
-            await run.phase(
-                str(run.ledger.round_status.get("phase") or "Pending"),
-                Reason.OPERATOR_RESTARTED,
-                "taken over: asking every engine what it holds",
-            )
+            assert write_round is not None
+            await write_round()
             at = replace(at, written=True)
         elif step is Step.FENCE:
-            await run.fleet.read_pods()
-            shown = max(await asyncio.gather(run.fleet.fence(run.caller), _fence_sender(run)))
-            at = replace(at, fenced=True, shown=shown)
+            at = replace(at, fenced=True, shown=await fence())
         elif step is Step.READ_PIPELINE:
-            await run.ledger.read_pipeline()
-            at = replace(at, fence=int(run.ledger.status.get("fence") or 0))
+            await ledger.read_pipeline()
+            at = replace(at, fence=int(ledger.status.get("fence") or 0))
         elif step is Step.CLAIM_ABOVE:
             # The status was lost, or somebody acted without a claim: only whoever leads may go above that.
-            run.ctx.guard.token()
-            active = run.ledger.status.get("activeOperation") or {}
-            await run.ledger.claim(
-                {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}, above=at.shown
-            )
-            at = Barrier(run.ledger.generation, needs_round, claims=at.claims + 1)
+            ledger.ctx.guard.token()
+            await claim_above(at.shown)
+            at = Barrier(ledger.generation, at.needs_round, claims=at.claims + 1)
         elif step is Step.WAIT:
-            await _await_in_flight(run)
+            await wait()
             at = replace(at, waited=True)
         else:
-            await run.ledger.still_ours()  # says who owns the round, and records that we were refused
+            await ledger.still_ours()  # says who owns it, and records that we were refused
             raise FenceLost(f"deposed: generation {at.shown} is held, ours was {at.generation}")
+
+
+async def take_over_round(run: Executor, *, takeover: bool) -> None:
+    """Pass the barrier for a round, with its status and its sender.
+
+    A round that was leased before counts as taken over, even where the claim on it was lost with the status.
+    """
+
+    async def write_round() -> None:
+        await run.phase(
+            str(run.ledger.round_status.get("phase") or "Pending"),
+            Reason.OPERATOR_RESTARTED,
+            "taken over: asking every engine what it holds",
+        )
+
+    async def fence() -> int:
+        await run.fleet.read_pods()
+        return max(await asyncio.gather(run.fleet.fence(run.caller), _fence_sender(run)))
+
+    async def claim_above(shown: int) -> None:
+        active = run.ledger.status.get("activeOperation") or {}
+        operation = {k: active[k] for k in ("kind", "name", "uid", "committed") if k in active}
+        await run.ledger.claim(operation, above=shown)
+
+    await pass_barrier(
+        run.ledger,
+        fence=fence,
+        claim_above=claim_above,
+        wait=lambda: run.fleet.await_in_flight(lambda: run.deadline("pausedSeconds", "pausedAt")),
+        write_round=write_round if takeover or run.ledger.round_status.get("lease") else None,
+    )
 
 
 async def _fence_sender(run: Executor) -> int:
@@ -71,18 +105,3 @@ async def _fence_sender(run: Executor) -> int:
         run.sender.status = None
         run.sender.problem = Reason.SENDER_UNREACHABLE, str(e)
     return 0
-
-
-async def _await_in_flight(run: Executor) -> None:
-    """Operations that somebody before us started end by themselves; wait for that, then read the gates again."""
-    busy = {n: e.status.in_flight for n, e in run.fleet.engines.items() if e.status and e.status.in_flight}
-    if not busy:
-        return
-    deadline = run.deadline("pausedSeconds", "pausedAt")
-    left = set(busy)
-    while left and run.ctx.clock.monotonic() < deadline:
-        await run.fleet.poll(left)
-        left = {n for n in left if (e := run.fleet.engines.get(n)) is not None and e.status and e.status.in_flight}
-        if left:
-            await asyncio.sleep(0.2)
-    await run.fleet.poll(list(busy))

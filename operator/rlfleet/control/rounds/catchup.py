@@ -16,13 +16,14 @@ from typing import Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.control.rounds.barrier import pass_barrier
+from rlfleet.control.rounds.barrier import take_over_round
 from rlfleet.control.rounds.catchup_ready import CatchUpReady
 from rlfleet.control.rounds.ending import REOPEN_SECONDS, Ending
 from rlfleet.control.rounds.executor import PROOF_SECONDS
-from rlfleet.control.rounds.fleet import ok, why
+from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.probes import probe_generation
-from rlfleet.control.rounds.transfer import Transfer, plan_of
+from rlfleet.control.rounds.results import ok, why
+from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.catchup import enter_catch_up, left_closed
 from rlfleet.plan.rounds import TERMINAL, Member, layout_of
 from rlfleet.plan.verdicts import Entry, Verdict
@@ -41,7 +42,7 @@ class CatchUp(CatchUpReady):
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
             await ending.settled_before()
             return
-        await pass_barrier(self, takeover=self.takeover)
+        await take_over_round(self, takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)
         phase = str(self.ledger.round_status.get("phase") or "")
         if enter_catch_up(phase, planned=plan is not None) is Entry.JUDGE:

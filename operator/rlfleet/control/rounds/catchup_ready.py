@@ -21,9 +21,12 @@ from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.counting import count_attempts, counts_of, note_reasons
 from rlfleet.control.rounds.ending import SHUT_SECONDS, Ending
 from rlfleet.control.rounds.executor import Executor
-from rlfleet.control.rounds.fleet import ok, why
-from rlfleet.control.rounds.ledger import API_SECONDS, committed_of, is_terminal, ref_of
-from rlfleet.control.rounds.transfer import Target, Transfer, member_rows
+from rlfleet.control.rounds.ledger import API_SECONDS
+from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
+from rlfleet.control.rounds.plan_record import member_rows
+from rlfleet.control.rounds.results import ok, why
+from rlfleet.control.rounds.target import Target
+from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.kube.resources import ENGINEPOOLS, SYNCROUNDS
 from rlfleet.plan.allowance import spent
 from rlfleet.plan.catchup import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.control.rounds.fleet import ok, why
 from rlfleet.control.rounds.healing import Healing
+from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.silent import left_out
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced

@@ -19,11 +19,11 @@ from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround import AttemptOp
 from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.drops import remove_dropped
-from rlfleet.control.rounds.fleet import ok
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
 from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.refused import RefusedHold
+from rlfleet.control.rounds.results import ok
 from rlfleet.kube.errors import Unavailable
 from rlfleet.kube.events import EventType
 from rlfleet.plan.probes import ProbeVerdict

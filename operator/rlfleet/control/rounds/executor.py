@@ -20,15 +20,19 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control.peers import Caller
-from rlfleet.control.rounds.barrier import pass_barrier
+from rlfleet.control.rounds.barrier import take_over_round
 from rlfleet.control.rounds.closing import Closing
 from rlfleet.control.rounds.drops import drop_unwanted
-from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
+from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.outcome import StatusOf, with_late_cancel
+from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.preparing import plan_members, stage_bytes
 from rlfleet.control.rounds.refused import RefusedHold
-from rlfleet.control.rounds.transfer import Target, Transfer, plan_of
+from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.control.rounds.target import Target
+from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
 from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan
@@ -184,7 +188,7 @@ class Executor:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
             await closing.settled_before()
             return
-        await pass_barrier(self, takeover=self.takeover)
+        await take_over_round(self, takeover=self.takeover)
         plan = plan_of(self.ledger.round_status)
         committed = bool((self.ledger.status.get("activeOperation") or {}).get("committed"))
         entry = enter(

@@ -1,7 +1,6 @@
-"""Engines and the sender of one pipeline as observed, and orders to many gates at once.
+"""The engines of one pipeline as observed, and orders to many gates at once.
 
 Invariants:
-- only pods that a pool made are engines: a label alone, which anybody may write, makes nobody a member of a round;
 - pods are read live here (not from a view): what is frozen, committed or opened rests on the apiserver's answer;
 - an order is asked again under the same operation id until its record has ended or the deadline has passed, so a lost
   answer, a gate restart or an operator restart never starts a second operation;
@@ -11,13 +10,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels, wire
 from rlfleet.api.conditions import Reason
-from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent, fan_out
+from rlfleet.control.peers import Caller, Peer, Refused, Silent, fan_out
+from rlfleet.control.rounds.pods import engine_of, gate_peer, is_gone, is_owned, made_by
+from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
@@ -29,107 +30,9 @@ if TYPE_CHECKING:
     from rlfleet.control.context import Context
 
 Obj = dict[str, Any]
-Ended = wire.OperationRecord | PeerError
 
-#: Seconds of one long poll; short enough that a pod found gone in between is noticed.
-POLL_SECONDS = 5.0
-#: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
-URL_SENDER = "rlfleet-sender"
-
-
-def gate_port(pod: Mapping[str, Any]) -> int:
-    """The port that the pod's gate listens on, from the pod itself (the pool's spec may have changed since)."""
-    for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]:
-        if container.get("name") == "gate":
-            for port in container.get("ports") or []:
-                return int(port["containerPort"])
-    return wire.DEFAULT_GATE_PORT
-
-
-def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
-    """Where the pod's gate is; None while the pod has no address."""
-    ip = (pod.get("status") or {}).get("podIP")
-    if not ip:
-        return None
-    host = f"[{ip}]" if ":" in ip else ip
-    meta = pod["metadata"]
-    return Peer(meta["name"], meta["uid"], f"http://{host}:{gate_port(pod)}")
-
-
-def is_gone(pod: Mapping[str, Any]) -> bool:
-    """The pod's engine has ended for good: the pod has finished, or its engine container has and never restarts."""
-    status = pod.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed"):
-        return True
-    if pod["spec"].get("restartPolicy") != "Never":
-        return False
-    engine: Mapping[str, Any] = next(
-        (c for c in status.get("containerStatuses") or [] if c.get("name") == "engine"), {}
-    )
-    return "terminated" in (engine.get("state") or {})
-
-
-def is_unborn(pod: Mapping[str, Any]) -> bool:
-    """Nothing of the pod has ever run: it waits for a node or an image, so no engine of it can serve."""
-    status = pod.get("status") or {}
-    if not status.get("podIP"):
-        return True
-    gate: Mapping[str, Any] = next(
-        (c for c in status.get("initContainerStatuses") or [] if c.get("name") == "gate"), {}
-    )
-    return "waiting" in (gate.get("state") or {}) and not gate.get("lastState") and not gate.get("restartCount")
-
-
-def is_owned(pod: Mapping[str, Any]) -> bool:
-    """An EnginePool controls the pod."""
-    return any(
-        o.get("controller") and o.get("kind") == "EnginePool" and o.get("apiVersion", "").startswith(f"{labels.GROUP}/")
-        for o in pod["metadata"].get("ownerReferences") or []
-    )
-
-
-def _owner(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
-    """``pool`` is the very pool that made the pod, not a later one of its name."""
-    uid = pool["metadata"]["uid"] if pool is not None else None
-    return any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or [])
-
-
-def engine_of(pod: Mapping[str, Any]) -> Engine:
-    """An engine pod as the planner sees it, before its gate was asked."""
-    meta = pod["metadata"]
-    peer = gate_peer(pod)
-    return Engine(
-        name=meta["name"],
-        pool=(meta.get("labels") or {}).get(labels.POOL, ""),
-        pod_uid=meta["uid"],
-        url=peer.url if peer else "",
-        status=None,
-        gone=is_gone(pod),
-        leaving="deletionTimestamp" in meta,
-        owned=is_owned(pod),
-        unborn=is_unborn(pod),
-    )
-
-
-def ok(result: Ended | None) -> bool:
-    """The operation has a recorded, successful end."""
-    return isinstance(result, wire.OperationRecord) and result.state is wire.OperationState.SUCCEEDED
-
-
-def why(result: Ended | None) -> tuple[Reason, str]:
-    """What a result that is not ok says, as a reason of the closed list and a message."""
-    if isinstance(result, Refused):
-        return Reason.parse(result.body.reason.value), result.body.message
-    if isinstance(result, Silent):
-        return Reason.DEADLINE_EXCEEDED, result.what
-    if isinstance(result, wire.OperationRecord):
-        if result.error is not None:
-            return Reason.parse(result.error.reason.value), result.error.message
-        if result.state is wire.OperationState.RUNNING:
-            return Reason.DEADLINE_EXCEEDED, f"{result.kind} did not end in time"
-        if result.state is wire.OperationState.UNKNOWN:
-            return Reason.UNCERTAIN, f"{result.kind} has no recorded end"
-    return Reason.DEADLINE_EXCEEDED, "no answer"
+#: Seconds between two looks at operations that somebody else started.
+LOOK_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -167,7 +70,7 @@ class Fleet:
                 continue
             engine = engine_of(pod)
             pool = self.pools.get(engine.pool)
-            engine = replace(engine, unwanted=is_unwanted(pod, pool if _owner(pod, pool) else None))
+            engine = replace(engine, unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None))
             self.pods[engine.name] = pod
             self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
             peer = gate_peer(pod)
@@ -222,6 +125,22 @@ class Fleet:
                 else:
                     above = max(above, held)
         return above
+
+    async def await_in_flight(self, deadline: Callable[[], float]) -> None:
+        """Wait for operations that somebody before us started: they end by themselves, within their gates' deadlines.
+
+        ``deadline``: loop time until which that is waited for; asked only where something runs.
+        """
+        busy = self._busy()
+        end = deadline() if busy else 0.0
+        while busy and self.ctx.clock.monotonic() < end:
+            await self.poll(busy)
+            busy = self._busy()
+            if busy:
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def _busy(self) -> list[str]:
+        return [n for n, e in self.engines.items() if e.status is not None and e.status.in_flight]
 
     def attempts(self, name: str, caller: Caller, step: str) -> int:
         """The highest attempt at this step in the gate's log for this operation; 0: none yet."""
@@ -307,124 +226,3 @@ class Fleet:
                     raise
             await asyncio.sleep(min(pause, max(0.0, left)))
             pause = min(1.0, pause * 2)
-
-
-@dataclass(slots=True)
-class SenderLink:
-    """The pipeline's weight sender: which pod it is, and what it last said."""
-
-    ctx: Context
-    namespace: str
-    pipeline_uid: str
-    peer: Peer | None = None
-    status: wire.SenderStatus | None = None
-    problem: tuple[Reason, str] | None = None
-    node: str = ""
-    #: No pod of the selector runs, or may still run: the process that held the weights is proven gone.
-    absent: bool = False
-
-    async def find(self, spec: Mapping[str, Any]) -> None:
-        """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
-        self.peer, self.status, self.problem, self.absent = None, None, None, False
-        sender = (spec.get("weights") or {}).get("sender") or {}
-        port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
-        if sender.get("url"):
-            self.peer = Peer("sender", URL_SENDER, str(sender["url"]))
-        else:
-            labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
-            selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
-            listed = await self.ctx.kube.at(Priority.ROUND).list(
-                PODS, self.namespace, label_selector=selector, timeout=self.ctx.settings.api_timeout
-            )
-            running = [
-                p
-                for p in listed.items
-                if (p.get("status") or {}).get("phase") == "Running"
-                and (p.get("status") or {}).get("podIP")
-                and "deletionTimestamp" not in p["metadata"]
-            ]
-            if not running:
-                phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
-                self.absent = phases <= {"Pending"}
-                self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
-                return
-            if len(running) > 1:
-                names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
-                self.problem = (
-                    Reason.SENDER_AMBIGUOUS,
-                    f"{len(running)} running pods match {selector!r} ({names}): one trainer may claim a pipeline",
-                )
-                return
-            pod = running[0]
-            ip = pod["status"]["podIP"]
-            host = f"[{ip}]" if ":" in ip else ip
-            self.node = str(pod["spec"].get("nodeName") or "")
-            self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
-        await self.ask()
-
-    async def ask(self) -> None:
-        """Read the sender's status; silence leaves it unknown with the problem said."""
-        if self.peer is None:
-            return
-        try:
-            self.status = await self.ctx.peers.sender_status(self.peer, self.pipeline_uid)
-            self.problem = None
-            held = self.status.fence.generation
-            if is_poisoned(held, now_ms=self.ctx.now_ms()):
-                self.status = None
-                self.problem = (
-                    Reason.FENCE_POISONED,
-                    f"the sender holds generation {held}, more than a day ahead of the clock: restart the trainer",
-                )
-        except Silent as e:
-            self.status = None
-            self.problem = Reason.SENDER_UNREACHABLE, str(e)
-        except Refused as e:
-            self.status = None
-            self.problem = Reason.parse(e.body.reason.value), str(e)
-
-    async def gone(self) -> bool:
-        """The sender's pod is proven gone (a sender named by URL never is: nothing proves it)."""
-        if self.peer is None or self.peer.pod_uid == URL_SENDER:
-            return False
-        try:
-            pod = await self.ctx.kube.at(Priority.ROUND).get(
-                PODS, self.namespace, self.peer.name, timeout=self.ctx.settings.api_timeout
-            )
-        except NotFound:
-            return True
-        return pod["metadata"]["uid"] != self.peer.pod_uid or is_gone(pod)
-
-    @property
-    def host(self) -> str:
-        """The sender's address, on which it can host a rendezvous."""
-        assert self.peer is not None
-        authority = self.peer.url.split("//", 1)[1].split("/", 1)[0]
-        return authority.rsplit(":", 1)[0].strip("[]") if ":" in authority else authority
-
-    async def run(
-        self, caller: Caller, step: str, attempt: int, order: Any, *, incarnation: str, deadline: float
-    ) -> Ended:
-        """Give the sender one order and wait for its recorded end, until ``deadline`` (loop seconds)."""
-        assert self.peer is not None
-        op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
-        record: wire.OperationRecord | None = None
-        while True:
-            left = deadline - self.ctx.clock.monotonic()
-            try:
-                if record is None:
-                    record = await self.ctx.peers.sender_start(
-                        self.peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
-                    )
-                if record.state is not wire.OperationState.RUNNING or left <= 0:
-                    return record
-                record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
-            except Refused as e:
-                # An order of a predecessor still runs there; it ends by itself, within its own deadline.
-                if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
-                    return e
-                await asyncio.sleep(min(0.2, max(0.0, left)))
-            except Silent as e:
-                if left <= 0 or await self.gone():
-                    return e
-                await asyncio.sleep(min(0.5, max(0.0, left)))

@@ -11,12 +11,12 @@ Invariants (DESIGN section 5):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlfleet.api import labels
-from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.control.rounds.objects import committed_of
 from rlfleet.control.rounds.refusals import record_refusal
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
@@ -34,7 +34,7 @@ from rlfleet.plan.attempts import (
     row,
 )
 from rlfleet.plan.claims import claim_landed, is_deposed, next_fence
-from rlfleet.plan.rounds import TERMINAL, Committed, RoundRef
+from rlfleet.plan.rounds import Committed
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -57,45 +57,6 @@ class RoundGone(Exception):
 
 class RoundStatusLost(Exception):
     """The round's status was wiped or set back while we execute it: what we wrote into it is not there any more."""
-
-
-def committed_of(pipeline: Mapping[str, Any]) -> Committed | None:
-    """``status.committed`` as the planner sees it."""
-    raw = (pipeline.get("status") or {}).get("committed")
-    if not raw:
-        return None
-    return Committed(
-        version=int(raw["version"]),
-        manifest_digest=str(raw["manifestDigest"]),
-        sender_incarnation=str(raw.get("senderIncarnation") or ""),
-        engine_digests={d["layout"]: d["digest"] for d in raw.get("engineDigests") or []},
-    )
-
-
-def ref_of(obj: Mapping[str, Any]) -> RoundRef:
-    """One SyncRound as the planner sees it."""
-    spec, status, meta = obj["spec"], obj.get("status") or {}, obj["metadata"]
-    return RoundRef(
-        name=meta["name"],
-        uid=meta["uid"],
-        version=int(spec["version"]),
-        attempt=int(spec.get("attempt") or 1),
-        sender_incarnation=str(spec.get("senderIncarnation") or ""),
-        phase=str(status.get("phase") or "Pending"),
-        created_ms=epoch_ms(meta["creationTimestamp"]),
-        cancel=bool(spec.get("cancel")),
-        deleting="deletionTimestamp" in meta,
-        manifest_digest=spec.get("manifestDigest"),
-        allow_rollback=bool(spec.get("allowRollback")),
-        expected_committed=spec.get("expectedCommitted"),
-        kind=str(spec.get("kind") or "Refresh"),
-        engines=tuple(spec.get("engines") or ()),
-    )
-
-
-def is_terminal(obj: Mapping[str, Any]) -> bool:
-    """The round has ended; its phase never changes again."""
-    return (obj.get("status") or {}).get("phase") in TERMINAL
 
 
 class Ledger:

@@ -13,8 +13,10 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.peers import PeerError
-from rlfleet.control.rounds.fleet import why
-from rlfleet.control.rounds.transfer import Target, Transfer, member_rows
+from rlfleet.control.rounds.plan_record import member_rows
+from rlfleet.control.rounds.results import why
+from rlfleet.control.rounds.target import Target
+from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held

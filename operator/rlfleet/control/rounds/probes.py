@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller
-from rlfleet.control.rounds.fleet import Ended, Fleet, ok, why
+from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.plan.probes import Probe, ProbeVerdict, judge_probes
 
 #: Seconds for one token. An engine that goes on with the requests it held may need a while.

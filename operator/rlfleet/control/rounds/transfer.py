@@ -13,53 +13,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlfleet.api import wire
-from rlfleet.api.budgets import Split, order_times
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, PeerError, Refused
-from rlfleet.control.rounds.fleet import Ended, Fleet, SenderLink, ok, why
+from rlfleet.control.rounds.broadcast import Broadcast
+from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.control.rounds.target import Target, Trouble, load_order
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
 from rlfleet.plan.verdicts import Agreement, Evidence, Verdict, agree, verdict
 
 #: How often bytes are pushed anew to gates that did not get all of them, while stagingSeconds last.
 PUSH_TRIES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What this round brings to the engines."""
-
-    operation: str
-    version: int
-    manifest_digest: str
-    total_bytes: int
-    sender_incarnation: str
-
-
-@dataclass(slots=True)
-class Trouble:
-    """Why members are not whole: engine -> (reason, message); the first trouble of an engine stays."""
-
-    by_engine: dict[str, tuple[Reason, str]] = field(default_factory=dict)
-
-    def note(self, engine: str, reason: Reason, message: str) -> None:
-        """Remember what went wrong with an engine."""
-        self.by_engine.setdefault(engine, (reason, message))
-
-    def note_results(self, results: Mapping[str, Ended]) -> None:
-        """Remember every result that is not a recorded success."""
-        for engine, result in results.items():
-            if not ok(result):
-                self.note(engine, *why(result))
-
-    def first(self) -> tuple[Reason, str] | None:
-        """One of them, for a summary, with the engine named."""
-        for engine in sorted(self.by_engine):
-            reason, message = self.by_engine[engine]
-            return reason, f"{engine}: {message}"
-        return None
 
 
 @dataclass(slots=True)
@@ -170,112 +137,26 @@ class Transfer:
             self._load_serialized(serialized, deadline=deadline, again=again),
             self._load_broadcast(broadcast, deadline=deadline, again=again),
         )
-        if any(reason is Reason.RENDEZVOUS_TIMEOUT for reason, _ in self.trouble.by_engine.values()):
-            await self.fleet.poll([m.engine for m in broadcast])
-            await self.await_unwedged()
-
-    def _load_order(
-        self, m: Member, group: wire.BroadcastGroup | None, rank: int | None, deadline: float
-    ) -> wire.LoadOrder:
-        return wire.LoadOrder(
-            transport=m.transport,
-            version=self.target.version,
-            manifest_digest=self.target.manifest_digest,
-            group=group,
-            rank_offset=rank,
-            **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
-        )
 
     async def _load_serialized(self, members: list[Member], *, deadline: float, again: bool) -> None:
-        orders = {m.engine: self._load_order(m, None, None, deadline) for m in members}
+        left = deadline - self.fleet.ctx.clock.monotonic()
+        orders = {m.engine: load_order(self.target, m, paused_seconds=self.paused_seconds, left=left) for m in members}
         self.trouble.note_results(await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again))
 
     async def _load_broadcast(self, members: list[Member], *, deadline: float, again: bool) -> None:
         if not members:
             return
-        if self.sender.peer is None:
-            for m in members:
-                self.trouble.note(m.engine, Reason.SENDER_ABSENT, "the sender is gone, nobody broadcasts")
-            return
-        ranks: dict[str, int] = {}
-        offset = 1
-        for m in members:
-            ranks[m.engine] = offset
-            offset += m.world_size
-        attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
-        attempt = min(max(1, attempt), 9)
-        first, last = self.ports
-        width = last - first + 1
-        # Where in the range to begin differs per round, so that a port in TIME_WAIT is not asked for twice.
-        begin = int(wire.operation_id(self.target.operation, "port", attempt, "")[:6], 16)
-        for shift in range(min(width, 8)):
-            group = wire.BroadcastGroup(
-                master_address=self.sender.host,
-                master_port=first + (begin + shift) % width,
-                group_name=f"rlfleet-{self.target.operation[:8]}-{attempt}-{shift}",
-                world_size=offset,
-                backend="nccl" if self.backend == "nccl" else "gloo",
-            )
-            send = asyncio.ensure_future(self._send(group, attempt * 100 + shift, deadline))
-            try:
-                if await self._port_taken(send):
-                    continue
-                orders = {m.engine: self._load_order(m, group, ranks[m.engine], deadline) for m in members}
-                results = await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again)
-                self.trouble.note_results(results)
-                sent = await send
-            finally:
-                send.cancel()
-            if not ok(sent):
-                reason, message = why(sent)
-                for m in members:
-                    self.trouble.note(m.engine, reason, f"sender: {message}")
-            return
-        for m in members:
-            self.trouble.note(m.engine, Reason.PORTS_EXHAUSTED, f"no free port in {first}-{last} at the sender")
-
-    async def await_unwedged(self) -> None:
-        """Give engines whose group never formed the share of a teardown to come out of it, as they do when the
-        sender's side has gone: they are untouched then, and need not be replaced."""
-        clock = self.fleet.ctx.clock
-        deadline = clock.monotonic() + Split.of(self.paused_seconds).teardown
-        names = [m.engine for m in self.plan.members]
-        while wedged := [
-            n
-            for n in names
-            if (e := self.fleet.engines.get(n)) is not None and e.status is not None and e.status.wedged
-        ]:
-            if clock.monotonic() >= deadline:
-                return
-            await asyncio.sleep(0.2)
-            await self.fleet.poll(wedged)
-
-    async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float) -> Ended:
-        order = wire.BroadcastOrder(
-            manifest_digest=self.target.manifest_digest,
-            group=group,
-            **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
+        group = Broadcast(
+            fleet=self.fleet,
+            sender=self.sender,
+            caller=self.caller,
+            target=self.target,
+            trouble=self.trouble,
+            backend=self.backend,
+            ports=self.ports,
+            paused_seconds=self.paused_seconds,
         )
-        return await self.sender.run(
-            self.caller,
-            "Broadcast",
-            attempt,
-            order,
-            incarnation=self.target.sender_incarnation,
-            deadline=deadline,
-        )
-
-    @staticmethod
-    async def _port_taken(send: asyncio.Future[Ended]) -> bool:
-        """The sender could not listen: it says so before any engine is asked to join, so another port is safe."""
-        done, _ = await asyncio.wait({send}, timeout=0.05)
-        if not done:
-            return False
-        result = send.result()
-        if isinstance(result, Refused) or ok(result):
-            return False
-        reason, message = why(result)
-        return reason is Reason.TRANSPORT_FAILED and "address already in use" in message.lower()
+        await group.load(members, deadline=deadline, again=again)
 
     # ------------------------------------------------------------------------------------- verify, publish
 
@@ -375,42 +256,3 @@ class Transfer:
             )
             for m in self.plan.members
         }
-
-
-def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
-    """``status.plan.members``: compact, written once when the round is planned."""
-    rows = []
-    for m in plan.members:
-        row: dict[str, Any] = {
-            "engine": m.engine,
-            "podUID": m.pod_uid,
-            "incarnation": m.incarnation,
-            "transport": m.transport.value,
-            "worldSize": m.world_size,
-        }
-        if m.rank_offset is not None:
-            row["rankOffset"] = m.rank_offset
-        if m.reason:
-            row["reason"] = m.reason
-        rows.append(row)
-    return rows
-
-
-def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:
-    """The plan that a round's status holds; None when it was never planned."""
-    raw = status.get("plan")
-    if not raw:
-        return None
-    members = tuple(
-        Member(
-            engine=str(r["engine"]),
-            pod_uid=str(r["podUID"]),
-            incarnation=str(r["incarnation"]),
-            transport=wire.Transport(r["transport"]),
-            world_size=int(r.get("worldSize") or 1),
-            rank_offset=r.get("rankOffset"),
-            reason=str(r.get("reason") or ""),
-        )
-        for r in raw.get("members") or []
-    )
-    return RoundPlan(members, int(raw.get("worldSize") or 1), tuple(raw.get("silent") or ()))

@@ -1,0 +1,132 @@
+"""Loading by broadcast: the sender opens a group as rank 0, and engines join it.
+
+Invariant: the sender listens before any engine is asked to join, so a port that is taken costs nobody anything; an
+engine that joined a group that never formed is wedged until it proves that it has come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlfleet.api import wire
+from rlfleet.api.budgets import Split, order_times
+from rlfleet.api.conditions import Reason
+from rlfleet.control.peers import Caller, Refused
+from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.control.rounds.target import Target, Trouble, load_order
+from rlfleet.plan.rounds import Member
+
+
+@dataclass(slots=True)
+class Broadcast:
+    """The broadcast part of one round's movement; ``deadline`` values are loop seconds."""
+
+    fleet: Fleet
+    sender: SenderLink
+    caller: Caller
+    target: Target
+    trouble: Trouble
+    backend: str
+    ports: tuple[int, int]
+    paused_seconds: float
+
+    async def load(self, members: list[Member], *, deadline: float, again: bool) -> None:
+        """Have these members join one group with the sender and load; where it never formed, see them out again."""
+        await self._join(members, deadline=deadline, again=again)
+        names = [m.engine for m in members]
+        known = (self.trouble.by_engine.get(n) for n in names)
+        if any(k is not None and k[0] is Reason.RENDEZVOUS_TIMEOUT for k in known):
+            await self.fleet.poll(names)
+            await self._await_unwedged(names)
+
+    async def _join(self, members: list[Member], *, deadline: float, again: bool) -> None:
+        if self.sender.peer is None:
+            for m in members:
+                self.trouble.note(m.engine, Reason.SENDER_ABSENT, "the sender is gone, nobody broadcasts")
+            return
+        ranks: dict[str, int] = {}
+        offset = 1
+        for m in members:
+            ranks[m.engine] = offset
+            offset += m.world_size
+        attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
+        attempt = min(max(1, attempt), 9)
+        first, last = self.ports
+        width = last - first + 1
+        # Where in the range to begin differs per round, so that a port in TIME_WAIT is not asked for twice.
+        begin = int(wire.operation_id(self.target.operation, "port", attempt, "")[:6], 16)
+        for shift in range(min(width, 8)):
+            group = wire.BroadcastGroup(
+                master_address=self.sender.host,
+                master_port=first + (begin + shift) % width,
+                group_name=f"rlfleet-{self.target.operation[:8]}-{attempt}-{shift}",
+                world_size=offset,
+                backend="nccl" if self.backend == "nccl" else "gloo",
+            )
+            send = asyncio.ensure_future(self._send(group, attempt * 100 + shift, deadline))
+            try:
+                if await self._port_taken(send):
+                    continue
+                orders = {m.engine: self._order(m, group, ranks[m.engine], deadline) for m in members}
+                results = await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again)
+                self.trouble.note_results(results)
+                sent = await send
+            finally:
+                send.cancel()
+            if not ok(sent):
+                reason, message = why(sent)
+                for m in members:
+                    self.trouble.note(m.engine, reason, f"sender: {message}")
+            return
+        for m in members:
+            self.trouble.note(m.engine, Reason.PORTS_EXHAUSTED, f"no free port in {first}-{last} at the sender")
+
+    async def _await_unwedged(self, names: Sequence[str]) -> None:
+        """Give engines whose group never formed the share of a teardown to come out of it, as they do when the
+        sender's side has gone: they are untouched then, and need not be replaced."""
+        clock = self.fleet.ctx.clock
+        deadline = clock.monotonic() + Split.of(self.paused_seconds).teardown
+        while wedged := [
+            n
+            for n in names
+            if (e := self.fleet.engines.get(n)) is not None and e.status is not None and e.status.wedged
+        ]:
+            if clock.monotonic() >= deadline:
+                return
+            await asyncio.sleep(0.2)
+            await self.fleet.poll(wedged)
+
+    def _order(self, m: Member, group: wire.BroadcastGroup, rank: int, deadline: float) -> wire.LoadOrder:
+        left = deadline - self.fleet.ctx.clock.monotonic()
+        return load_order(self.target, m, paused_seconds=self.paused_seconds, left=left, group=group, rank=rank)
+
+    async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float) -> Ended:
+        order = wire.BroadcastOrder(
+            manifest_digest=self.target.manifest_digest,
+            group=group,
+            **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
+        )
+        return await self.sender.run(
+            self.caller,
+            "Broadcast",
+            attempt,
+            order,
+            incarnation=self.target.sender_incarnation,
+            deadline=deadline,
+        )
+
+    @staticmethod
+    async def _port_taken(send: asyncio.Future[Ended]) -> bool:
+        """The sender could not listen: it says so before any engine is asked to join, so another port is safe."""
+        done, _ = await asyncio.wait({send}, timeout=0.05)
+        if not done:
+            return False
+        result = send.result()
+        if isinstance(result, Refused) or ok(result):
+            return False
+        reason, message = why(result)
+        return reason is Reason.TRANSPORT_FAILED and "address already in use" in message.lower()

@@ -1,0 +1,48 @@
+"""The frozen plan of a round as its status holds it: written once, before the first side effect, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlfleet.api import wire
+from rlfleet.plan.rounds import Member, RoundPlan
+
+
+def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
+    """``status.plan.members``: compact, written once when the round is planned."""
+    rows = []
+    for m in plan.members:
+        row: dict[str, Any] = {
+            "engine": m.engine,
+            "podUID": m.pod_uid,
+            "incarnation": m.incarnation,
+            "transport": m.transport.value,
+            "worldSize": m.world_size,
+        }
+        if m.rank_offset is not None:
+            row["rankOffset"] = m.rank_offset
+        if m.reason:
+            row["reason"] = m.reason
+        rows.append(row)
+    return rows
+
+
+def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:
+    """The plan that a round's status holds; None when it was never planned."""
+    raw = status.get("plan")
+    if not raw:
+        return None
+    members = tuple(
+        Member(
+            engine=str(r["engine"]),
+            pod_uid=str(r["podUID"]),
+            incarnation=str(r["incarnation"]),
+            transport=wire.Transport(r["transport"]),
+            world_size=int(r.get("worldSize") or 1),
+            rank_offset=r.get("rankOffset"),
+            reason=str(r.get("reason") or ""),
+        )
+        for r in raw.get("members") or []
+    )
+    return RoundPlan(members, int(raw.get("worldSize") or 1), tuple(raw.get("silent") or ()))

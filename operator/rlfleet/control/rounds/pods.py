@@ -1,0 +1,89 @@
+"""Engine pods as the apiserver tells of them: whose they are, where their gates are, whether they live. Pure.
+
+Invariants:
+- only pods that a pool made are engines: a label alone, which anybody may write, makes nobody a member of a round;
+- gone and unborn are proven by the pod's own status; whatever it leaves open counts as "may still serve".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlfleet.api import labels, wire
+from rlfleet.control.peers import Peer
+from rlfleet.plan.rounds import Engine
+
+
+def gate_port(pod: Mapping[str, Any]) -> int:
+    """The port that the pod's gate listens on, from the pod itself (the pool's spec may have changed since)."""
+    for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]:
+        if container.get("name") == "gate":
+            for port in container.get("ports") or []:
+                return int(port["containerPort"])
+    return wire.DEFAULT_GATE_PORT
+
+
+def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
+    """Where the pod's gate is; None while the pod has no address."""
+    ip = (pod.get("status") or {}).get("podIP")
+    if not ip:
+        return None
+    host = f"[{ip}]" if ":" in ip else ip
+    meta = pod["metadata"]
+    return Peer(meta["name"], meta["uid"], f"http://{host}:{gate_port(pod)}")
+
+
+def is_gone(pod: Mapping[str, Any]) -> bool:
+    """The pod's engine has ended for good: the pod has finished, or its engine container has and never restarts."""
+    status = pod.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return True
+    if pod["spec"].get("restartPolicy") != "Never":
+        return False
+    engine: Mapping[str, Any] = next(
+        (c for c in status.get("containerStatuses") or [] if c.get("name") == "engine"), {}
+    )
+    return "terminated" in (engine.get("state") or {})
+
+
+def is_unborn(pod: Mapping[str, Any]) -> bool:
+    """Nothing of the pod has ever run: it waits for a node or an image, so no engine of it can serve."""
+    status = pod.get("status") or {}
+    if not status.get("podIP"):
+        return True
+    gate: Mapping[str, Any] = next(
+        (c for c in status.get("initContainerStatuses") or [] if c.get("name") == "gate"), {}
+    )
+    return "waiting" in (gate.get("state") or {}) and not gate.get("lastState") and not gate.get("restartCount")
+
+
+def is_owned(pod: Mapping[str, Any]) -> bool:
+    """An EnginePool controls the pod."""
+    return any(
+        o.get("controller") and o.get("kind") == "EnginePool" and o.get("apiVersion", "").startswith(f"{labels.GROUP}/")
+        for o in pod["metadata"].get("ownerReferences") or []
+    )
+
+
+def made_by(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
+    """``pool`` is the very pool that made the pod, not a later one of its name."""
+    uid = pool["metadata"]["uid"] if pool is not None else None
+    return any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or [])
+
+
+def engine_of(pod: Mapping[str, Any]) -> Engine:
+    """An engine pod as the planner sees it, before its gate was asked."""
+    meta = pod["metadata"]
+    peer = gate_peer(pod)
+    return Engine(
+        name=meta["name"],
+        pool=(meta.get("labels") or {}).get(labels.POOL, ""),
+        pod_uid=meta["uid"],
+        url=peer.url if peer else "",
+        status=None,
+        gone=is_gone(pod),
+        leaving="deletionTimestamp" in meta,
+        owned=is_owned(pod),
+        unborn=is_unborn(pod),
+    )

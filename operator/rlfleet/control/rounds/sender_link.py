@@ -1,0 +1,150 @@
+"""The weight sender of a pipeline: which pod it is, what it last said, and orders to it.
+
+Invariants:
+- exactly one running pod may be the sender: with two, nobody is;
+- no answer leaves ``status`` None; only a pod that the apiserver says is gone is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
+from rlfleet.control.peers import Caller, Peer, Refused, Silent
+from rlfleet.control.rounds.pods import is_gone
+from rlfleet.control.rounds.results import POLL_SECONDS, Ended
+from rlfleet.kube.errors import NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import PODS
+from rlfleet.plan.identity import is_poisoned
+
+if TYPE_CHECKING:
+    from rlfleet.control.context import Context
+
+#: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
+URL_SENDER = "rlfleet-sender"
+
+
+@dataclass(slots=True)
+class SenderLink:
+    """The pipeline's weight sender: which pod it is, and what it last said."""
+
+    ctx: Context
+    namespace: str
+    pipeline_uid: str
+    peer: Peer | None = None
+    status: wire.SenderStatus | None = None
+    problem: tuple[Reason, str] | None = None
+    node: str = ""
+    #: No pod of the selector runs, or may still run: the process that held the weights is proven gone.
+    absent: bool = False
+
+    async def find(self, spec: Mapping[str, Any]) -> None:
+        """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
+        self.peer, self.status, self.problem, self.absent = None, None, None, False
+        sender = (spec.get("weights") or {}).get("sender") or {}
+        port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
+        if sender.get("url"):
+            self.peer = Peer("sender", URL_SENDER, str(sender["url"]))
+        else:
+            labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
+            selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
+            listed = await self.ctx.kube.at(Priority.ROUND).list(
+                PODS, self.namespace, label_selector=selector, timeout=self.ctx.settings.api_timeout
+            )
+            running = [
+                p
+                for p in listed.items
+                if (p.get("status") or {}).get("phase") == "Running"
+                and (p.get("status") or {}).get("podIP")
+                and "deletionTimestamp" not in p["metadata"]
+            ]
+            if not running:
+                phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
+                self.absent = phases <= {"Pending"}
+                self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
+                return
+            if len(running) > 1:
+                names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
+                self.problem = (
+                    Reason.SENDER_AMBIGUOUS,
+                    f"{len(running)} running pods match {selector!r} ({names}): one trainer may claim a pipeline",
+                )
+                return
+            pod = running[0]
+            ip = pod["status"]["podIP"]
+            host = f"[{ip}]" if ":" in ip else ip
+            self.node = str(pod["spec"].get("nodeName") or "")
+            self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
+        await self.ask()
+
+    async def ask(self) -> None:
+        """Read the sender's status; silence leaves it unknown with the problem said."""
+        if self.peer is None:
+            return
+        try:
+            self.status = await self.ctx.peers.sender_status(self.peer, self.pipeline_uid)
+            self.problem = None
+            held = self.status.fence.generation
+            if is_poisoned(held, now_ms=self.ctx.now_ms()):
+                self.status = None
+                self.problem = (
+                    Reason.FENCE_POISONED,
+                    f"the sender holds generation {held}, more than a day ahead of the clock: restart the trainer",
+                )
+        except Silent as e:
+            self.status = None
+            self.problem = Reason.SENDER_UNREACHABLE, str(e)
+        except Refused as e:
+            self.status = None
+            self.problem = Reason.parse(e.body.reason.value), str(e)
+
+    async def gone(self) -> bool:
+        """The sender's pod is proven gone (a sender named by URL never is: nothing proves it)."""
+        if self.peer is None or self.peer.pod_uid == URL_SENDER:
+            return False
+        try:
+            pod = await self.ctx.kube.at(Priority.ROUND).get(
+                PODS, self.namespace, self.peer.name, timeout=self.ctx.settings.api_timeout
+            )
+        except NotFound:
+            return True
+        return pod["metadata"]["uid"] != self.peer.pod_uid or is_gone(pod)
+
+    @property
+    def host(self) -> str:
+        """The sender's address, on which it can host a rendezvous."""
+        assert self.peer is not None
+        authority = self.peer.url.split("//", 1)[1].split("/", 1)[0]
+        return authority.rsplit(":", 1)[0].strip("[]") if ":" in authority else authority
+
+    async def run(
+        self, caller: Caller, step: str, attempt: int, order: Any, *, incarnation: str, deadline: float
+    ) -> Ended:
+        """Give the sender one order and wait for its recorded end, until ``deadline`` (loop seconds)."""
+        assert self.peer is not None
+        op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
+        record: wire.OperationRecord | None = None
+        while True:
+            left = deadline - self.ctx.clock.monotonic()
+            try:
+                if record is None:
+                    record = await self.ctx.peers.sender_start(
+                        self.peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
+                    )
+                if record.state is not wire.OperationState.RUNNING or left <= 0:
+                    return record
+                record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
+            except Refused as e:
+                # An order of a predecessor still runs there; it ends by itself, within its own deadline.
+                if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
+                    return e
+                await asyncio.sleep(min(0.2, max(0.0, left)))
+            except Silent as e:
+                if left <= 0 or await self.gone():
+                    return e
+                await asyncio.sleep(min(0.5, max(0.0, left)))

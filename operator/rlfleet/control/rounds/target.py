@@ -1,0 +1,67 @@
+"""What a round brings to its members, and what went wrong with them on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlfleet.api import wire
+from rlfleet.api.budgets import order_times
+from rlfleet.api.conditions import Reason
+from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.plan.rounds import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What this round brings to the engines."""
+
+    operation: str
+    version: int
+    manifest_digest: str
+    total_bytes: int
+    sender_incarnation: str
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Why members are not whole: engine -> (reason, message); the first trouble of an engine stays."""
+
+    by_engine: dict[str, tuple[Reason, str]] = field(default_factory=dict)
+
+    def note(self, engine: str, reason: Reason, message: str) -> None:
+        """Remember what went wrong with an engine."""
+        self.by_engine.setdefault(engine, (reason, message))
+
+    def note_results(self, results: Mapping[str, Ended]) -> None:
+        """Remember every result that is not a recorded success."""
+        for engine, result in results.items():
+            if not ok(result):
+                self.note(engine, *why(result))
+
+    def first(self) -> tuple[Reason, str] | None:
+        """One of them, for a summary, with the engine named."""
+        for engine in sorted(self.by_engine):
+            reason, message = self.by_engine[engine]
+            return reason, f"{engine}: {message}"
+        return None
+
+
+def load_order(
+    target: Target,
+    m: Member,
+    *,
+    paused_seconds: float,
+    left: float,
+    group: wire.BroadcastGroup | None = None,
+    rank: int | None = None,
+) -> wire.LoadOrder:
+    """The order with which one member loads. ``left``: seconds until the deadline; ``group``, ``rank``: Broadcast."""
+    return wire.LoadOrder(
+        transport=m.transport,
+        version=target.version,
+        manifest_digest=target.manifest_digest,
+        group=group,
+        rank_offset=rank,
+        **order_times(paused_seconds, left),
+    )
