@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.control.context import Context
 from rlfleet.control.keys import SigningKeys

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlfleet.api import wire
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.api.wire import Transport
 from rlfleet.plan import attempts, holding
 from rlfleet.plan import freeze as freezing

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.syncround import MAX_ATTEMPTS, AttemptOp, RefusalReason
+from rlfleet.api.v1alpha1.syncround_status import MAX_ATTEMPTS, AttemptOp, RefusalReason
 from rlfleet.plan.attempts import (
     Applied,
     Decision,

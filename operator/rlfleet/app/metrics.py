@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from rlfleet import __version__
 from rlfleet.api.v1alpha1.enginepool import EngineState
-from rlfleet.api.v1alpha1.syncround import RefusalReason
+from rlfleet.api.v1alpha1.syncround_status import RefusalReason
 
 _PHASE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _CALL_BUCKETS = (0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)

@@ -17,7 +17,7 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.rlpipeline import OperationKind
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.peers import Caller
 from rlfleet.control.queue import After, Done, Result
 from rlfleet.control.rounds.fleet import Fleet

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.rlpipeline import OperationKind
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.objects import is_terminal

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import rfc3339
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control import catchup
 from rlfleet.control.deletion import bury, end_pipeline
 from rlfleet.control.identity import (

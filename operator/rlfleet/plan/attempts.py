@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlfleet.api.v1alpha1.syncround import MAX_ATTEMPTS, AttemptOp, AttemptResult, RefusalReason
+from rlfleet.api.v1alpha1.syncround_status import MAX_ATTEMPTS, AttemptOp, AttemptResult, RefusalReason
 from rlfleet.plan.rounds import TERMINAL
 
 _MOVES_OWNER = frozenset({AttemptOp.CLAIM, AttemptOp.HANDOFF})

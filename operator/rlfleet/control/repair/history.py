@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.catchup import kind_of
 from rlfleet.control.deletion import release_overdue
 from rlfleet.control.rounds.ledger import API_SECONDS, Ledger, RoundGone

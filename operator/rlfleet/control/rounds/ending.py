@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.drops import remove_dropped
 from rlfleet.control.rounds.ledger import RoundGone

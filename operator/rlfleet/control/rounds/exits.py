@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundGone
 from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
 from rlfleet.control.rounds.outcome import settled

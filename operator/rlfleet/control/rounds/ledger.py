@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlfleet.api import labels
 from rlfleet.api.timestamps import rfc3339
-from rlfleet.api.v1alpha1.syncround import AttemptOp
+from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.objects import committed_of
 from rlfleet.control.rounds.refusals import record_refusal
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
