@@ -136,7 +136,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         else:
             # Work outside rounds, or the round is gone, or its status is (restored without it): what it was about to
             # do is not known any more.
-            await EngineRepair(ctx, ledger, view, view.fleet).take_over()
+            await EngineRepair(ctx, ledger, view, view.fleet).take_over(sender)
         return After(0.0, Priority.ROUND)
 
     # 5. the unclaimed

@@ -29,6 +29,7 @@ from rlfleet.plan.repair import Act, Need, needs
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
+    from rlfleet.control.rounds.sender_link import SenderLink
 
 log = logging.getLogger(__name__)
 Obj = dict[str, Any]
@@ -80,14 +81,18 @@ class EngineRepair:
         # What did not help stays said until it does: a condition that comes and goes would be two writes each time.
         await self._free(trouble=trouble_of(self._problems))
 
-    async def take_over(self) -> None:
-        """Finish work of somebody else that no round object stands for: the resume rule for all live engines."""
+    async def take_over(self, sender: SenderLink) -> None:
+        """Finish work of somebody else that no round object stands for: the resume rule for all live engines.
+
+        A round that vanished (or whose status did) may have left a hold at its sender: it ends with the round.
+        """
         active = self._ledger.status["activeOperation"]
         of_round = active.get("kind") in ROUND_KINDS
         kind = OperationKind.REPAIR.value if of_round else active["kind"]
         operation = {**{k: active[k] for k in ("name", "uid")}, "committed": bool(active.get("committed"))}
         caller = await take_slot(self._ledger, self._fleet, {"kind": kind, **operation}, deadline=self._deadline)
         await self._apply(caller, lambda _: True)
+        await sender.release(caller)
         trouble = None
         if of_round:
             message = f"round {active['name']} vanished while it was claimed; its engines were settled"

@@ -17,7 +17,6 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
-from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.drops import remove_dropped
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
@@ -216,13 +215,7 @@ class Ending:
 
     async def release(self) -> None:
         """End the hold at the sender."""
-        if self.run.sender.peer is None:
-            return
-        try:
-            await self.ctx.peers.release(self.run.sender.peer, self.run.caller)
-        except PeerError as e:
-            # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
-            log.info("hold not released", extra={"round": self.run.round_uid, "why": str(e)})
+        await self.run.sender.release(self.run.caller)
 
     async def free(self, trouble: tuple[Reason, str] | None = None) -> None:
         """Free the slot (with the pipeline's status as it now is), then let the round object go."""

@@ -75,7 +75,8 @@ class Healing:
             elif move is Move.REPLACE:
                 await replace_pods(self.run, {*outcome.missing, *outcome.unfenced})
             elif move is Move.ASK and not asked:
-                note = "pausedSeconds are spent and onFailure is Hold: delete the named pods, or cancel the round"
+                spent = "pausedSeconds are" if self._late() else f"{LOAD_TRIES} tries for each of them are"
+                note = f"{spent} spent and onFailure is Hold: delete the named pods, or cancel the round"
                 await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{said}; {note}")
                 asked = True
             await asyncio.sleep(TURN_SECONDS)

@@ -8,13 +8,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.control.peers import Caller, Peer, Refused, Silent
+from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent
 from rlfleet.control.rounds.pods import is_gone
 from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import NotFound
@@ -24,6 +25,8 @@ from rlfleet.plan.identity import is_poisoned
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
+
+log = logging.getLogger(__name__)
 
 #: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
 URL_SENDER = "rlfleet-sender"
@@ -121,6 +124,16 @@ class SenderLink:
         assert self.peer is not None
         authority = self.peer.url.split("//", 1)[1].split("/", 1)[0]
         return authority.rsplit(":", 1)[0].strip("[]") if ":" in authority else authority
+
+    async def release(self, caller: Caller) -> None:
+        """End the hold of the caller's operation, so that a trainer that waits for it can publish."""
+        if self.peer is None:
+            return
+        try:
+            await self.ctx.peers.release(self.peer, caller)
+        except PeerError as e:
+            # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
+            log.info("hold not released", extra={"roundUID": caller.operation, "why": str(e)})
 
     async def run(
         self, caller: Caller, step: str, attempt: int, order: Any, *, incarnation: str, deadline: float
