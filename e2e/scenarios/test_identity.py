@@ -11,7 +11,7 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
-from e2e.scenarios.test_deletion import SYNC, closed, delete, left, message, reason, round_in
+from e2e.scenarios.test_deletion import SYNC, at_once, closed, delete, left, message, reason, round_in
 from e2e.scenarios.test_rounds import serialized_fleet
 
 pytestmark = pytest.mark.cluster
@@ -174,9 +174,9 @@ def test_both_statuses_wiped_while_weights_move(fleet: Fleet) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["round", "pipeline", "both"])
-@pytest.mark.parametrize("phase", ["Staging", "Quiescing", "Transferring", "Holding", "Committed"])
-def test_statuses_wiped_in_every_phase(fleet: Fleet, phase: str, what: str) -> None:
-    lose_in(fleet, phase, what)
+def test_statuses_wiped_in_every_phase(cluster: LocalCluster, operator: Operator, what: str) -> None:
+    phases = ("Staging", "Quiescing", "Transferring", "Holding", "Committed")
+    at_once(cluster, operator, phases, lambda fleet, phase: lose_in(fleet, phase, what))
 
 
 def test_a_status_from_a_backup_is_found_out_and_its_committed_version_is_not_believed(
