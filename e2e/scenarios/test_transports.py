@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
+from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, condition, wait_until
+from e2e.scenarios.test_rounds import wait_quiet, writes_of
 
 pytestmark = pytest.mark.cluster
 
@@ -49,17 +52,44 @@ def test_auto_mixes_and_both_ways_deliver_the_same_weights(fleet: Fleet) -> None
     assert (valid["status"], valid["reason"]) == ("True", "TopologyKnown")
 
 
-def test_broadcast_to_all(fleet: Fleet) -> None:
-    pipeline(fleet, "Broadcast")
-    fleet.pool(2, backend="torch", placement=pinned(FREE))
-    fleet.trainer()
-    pods = fleet.ready_engines(2, 240)
-    for version in (-1, 1):
-        done = fleet.sync(version)
-        assert done["status"]["phase"] == "Succeeded", done["status"]
-        assert done["status"]["plan"]["broadcast"] == 2
+def test_broadcast_to_all_on_a_port_that_is_claimed_and_free(fleet: Fleet, cluster: LocalCluster) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        first = three_free_ports()
+        pipeline(fleet, "Broadcast", rendezvousPorts={"first": first, "last": first})
+        fleet.pool(2, backend="torch", placement=pinned(FREE))
+        fleet.trainer()
+        for held, port in ((one, first), (other, first + 1)):
+            held.bind((fleet.pod("trainer")["status"]["podIP"], port))
+            held.listen()
+        pods = fleet.ready_engines(2, 240)
+        before = {fleet.checksum(p) for p in pods}
+        failed = fleet.sync(-1)["status"]
+        assert (failed["phase"], failed["committed"]) == ("Failed", False), failed
+        assert {m["reason"] for m in failed["members"]} == {"PortsExhausted"}
+        assert {fleet.checksum(p) for p in pods} == before
+        pipeline(fleet, "Broadcast", rendezvousPorts={"first": first, "last": first + 2})
+        done = fleet.ended(fleet.order(-1, attempt=2))["status"]
+        assert done["phase"] == "Succeeded", done
+    assert fleet.sync(1)["status"]["plan"]["broadcast"] == 2
     assert len({fleet.checksum(p) for p in pods}) == 1
     assert [fleet.label(p) for p in pods] == ["1", "1"]
+    wait_quiet(cluster, fleet)
+    mark = cluster.audit_mark()
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    wait_quiet(cluster, fleet)
+    writes = writes_of(cluster, fleet, mark)
+    assert 0 < len(writes) <= 14 + 1, writes
+    assert "rendezvousClaims" not in fleet.status("rlpipeline", "p")
+
+
+def three_free_ports() -> int:
+    """The first of three ports in a row that nobody uses now."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first: int = probe.getsockname()[1]
+        if first < 65000:
+            return first
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,10 @@ class Reason(_Documented):
         "assertMixed is set, but engines do not fall in both classes",
     )
     PORTS_EXHAUSTED = "PortsExhausted", "no port of transport.rendezvousPorts is free at the sender"
+    PORT_CLAIM_LEAKED = (
+        "PortClaimLeaked",
+        "a sender never said how a broadcast ended, so its rendezvous port is not used again until it is gone",
+    )
 
     # rounds: waiting and phases
     WAITING_FOR_ENGINES = "WaitingForEngines", "engines are still starting; the round waits for their gates"

@@ -44,6 +44,12 @@ class OperatorMetrics:
             registry=r,
         )
         self._engines = Gauge("rlfleet_engines", "Engines by state.", ["namespace", "pool", "state"], registry=r)
+        self._leaks = Gauge(
+            "rlfleet_rendezvous_claims_leaked",
+            "Rendezvous ports that are used by nobody until their sender answers or is gone.",
+            ["namespace", "pipeline"],
+            registry=r,
+        )
         self._reconciles = Counter("rlfleet_reconciles", "Reconciles by result.", ["kind", "result"], registry=r)
         self._reconcile_time = Histogram(
             "rlfleet_reconcile_seconds", "Time of one reconcile.", ["kind"], buckets=_PHASE_BUCKETS, registry=r
@@ -112,6 +118,16 @@ class OperatorMetrics:
                     self._engines.remove(namespace, pool, state)
                 except KeyError:
                     pass  # a pool that never had a series
+
+    def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
+        """Leaked rendezvous ports of a pipeline; None: the pipeline is gone."""
+        if count is not None:
+            self._leaks.labels(namespace, pipeline).set(count)
+            return
+        try:
+            self._leaks.remove(namespace, pipeline)
+        except KeyError:
+            pass  # a pipeline that never had a series
 
     def write(self, resource: str) -> None:
         """A reconciler wrote."""

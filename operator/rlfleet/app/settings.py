@@ -133,6 +133,7 @@ class Settings:
             router_timeout=self.router_timeout,
             poll_seconds=self.poll_seconds,
             boot_poll_seconds=self.boot_poll_seconds,
+            namespaces=self.watch_namespaces,
         )
 
 

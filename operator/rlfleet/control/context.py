@@ -64,6 +64,9 @@ class Metrics(Protocol):
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
         """How many engines of a pool are in each state; empty counts: the pool is gone."""
 
+    def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
+        """How many rendezvous ports of a pipeline are leaked; None: the pipeline is gone."""
+
     def write(self, resource: str) -> None:
         """One write to the apiserver was made by a reconciler."""
 
@@ -87,6 +90,9 @@ class NoMetrics:
         """See Metrics."""
 
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
+        """See Metrics."""
+
+    def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
         """See Metrics."""
 
     def write(self, resource: str) -> None:
@@ -119,6 +125,8 @@ class ControlSettings:
     """Most pods of one pool that are created at the same time."""
     gate_parallel: int = 64
     """Most gates of one pool that are asked at the same time."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces that this operator serves; none: all."""
 
 
 class Enqueue(Protocol):

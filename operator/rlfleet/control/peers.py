@@ -270,10 +270,11 @@ class Peers:
         raw = await self._call(sender, "POST", "/v1/hold", scope=Scope.CONTROL, caller=caller, body=body)
         return self._own_sender(sender, self._parse(sender, wire.SenderStatus, raw))
 
-    async def release(self, sender: Peer, caller: Caller) -> None:
-        """End this operation's hold."""
+    async def release(self, sender: Peer, caller: Caller) -> wire.SenderStatus:
+        """End this operation's hold, and read the sender's status."""
         body = wire.ReleaseRequest(pipeline=caller.pipeline, operation=caller.operation, generation=caller.generation)
-        await self._call(sender, "POST", "/v1/release", scope=Scope.CONTROL, caller=caller, body=body)
+        raw = await self._call(sender, "POST", "/v1/release", scope=Scope.CONTROL, caller=caller, body=body)
+        return self._own_sender(sender, self._parse(sender, wire.SenderStatus, raw))
 
     async def sender_start(
         self, sender: Peer, caller: Caller, *, incarnation: str, step: str, attempt: int, order: Any

@@ -94,6 +94,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await bury(ctx, namespace, rounds)
         await _say_no_pipeline(ctx, namespace, name, rounds)
         ctx.repairs.forget(namespace, name)
+        ctx.metrics.claims_leaked(namespace, name, None)
         return Done()
     await bury(ctx, namespace, [r for r in rounds if not belongs(r, pipeline=pipeline["metadata"]["uid"])])
     rounds = [r for r in rounds if belongs(r, pipeline=pipeline["metadata"]["uid"])]
@@ -112,6 +113,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     await sender.find(pipeline["spec"])
     view = PipelineView(ctx, ledger, sender, expected, rules)
     await view.observe(GLANCE_SECONDS if active else None)
+    await rules.run(RuleName.PORT_CLAIMS, view.judge_claims)
 
     # 4. what is claimed
     blocked = poisoned_fence(ctx, ledger)

@@ -13,9 +13,11 @@ from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.repair.rules import Rules
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
+from rlfleet.control.rounds.rendezvous import gone_claimants
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
+from rlfleet.plan.rendezvous import Claim, claims_of, judged, leak_message, rows
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal, choose
@@ -41,6 +43,8 @@ class PipelineView:
         self.trouble: tuple[Reason, str] | None = None
         #: Engines that repair did not help; None: there are none.
         self.unrepaired: tuple[Reason, str] | None = None
+        #: UIDs of sender pods with port claims that are proven gone.
+        self.gone_claimants: frozenset[str] = frozenset()
         #: Why closed engines wait for a Refresh; empty: they do not.
         self.awaiting = ""
         self._own = self.fleet
@@ -56,6 +60,17 @@ class PipelineView:
         await self.fleet.poll(seconds=seconds)
         if seconds is None:
             self.memory.observed(self.fleet.engines.values(), self.ctx.clock.monotonic())
+
+    async def judge_claims(self) -> None:
+        """Look for the pods of senders that left port claims behind, and count what has leaked."""
+        self.gone_claimants = await gone_claimants(self.ctx, self.ledger, self.sender)
+        leaked = sum(c.leaked for c in claims_of(self.ledger.status))
+        self.ctx.metrics.claims_leaked(self.ledger.namespace, self.ledger.name, leaked)
+
+    def _claims(self) -> tuple[Claim, ...]:
+        """Port claims that stay once no round owns the pipeline."""
+        host = self.sender.host if self.sender.peer is not None else ""
+        return judged(claims_of(self.ledger.status), sender=self.sender.said, address=host, gone=self.gone_claimants)
 
     def facts(self, committed: Committed | None) -> FleetFacts:
         """Engines counted; those that pools still owe count as missing."""
@@ -98,8 +113,11 @@ class PipelineView:
         """The status fields that this view owns."""
         committed = self.ledger.committed
         facts = self.facts(committed)
+        claims = self._claims()
+        leak = (Reason.PORT_CLAIM_LEAKED, leak_message(claims)) if claims else None
         return {
             **self.sender_status(),
+            "rendezvousClaims": rows(claims),
             "engines": facts.counts,
             "conditions": conditions(
                 self.ledger.status.get("conditions") or [],
@@ -108,7 +126,7 @@ class PipelineView:
                 sender=self.sender.status,
                 sender_problem=self.sender.problem,
                 working=working,
-                trouble=self.rules.trouble or trouble or self.trouble,
+                trouble=self.rules.trouble or trouble or self.trouble or leak,
                 awaiting=self.awaiting,
                 topology=self._topology(),
                 generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
+    ATOMIC,
     MAX_EXACT,
     ConditionList,
     Count,
@@ -35,6 +36,9 @@ from rlfleet.api.v1alpha1.common import (
 from rlfleet.api.wire import PauseMode
 
 Seconds = Annotated[int, Field(ge=1, le=86_400)]
+
+#: Rendezvous ports that one pipeline may claim at the same time; more than one only if senders died in broadcasts.
+MAX_CLAIMS = 64
 
 
 class TransportMode(StrEnum):
@@ -156,7 +160,8 @@ class TransportSpec(Spec):
     )
     rendezvous_ports: RendezvousPorts = Field(
         default=RendezvousPorts(),
-        description="Ports that the sender may listen on while a broadcast group forms; the first free one is used.",
+        description="Ports that the sender may listen on for a broadcast group. A round claims one in "
+        "status.rendezvousClaims before it is used, and takes another where the sender finds it in use.",
     )
 
 
@@ -342,6 +347,26 @@ class PublicKey(Status):
     )
 
 
+class RendezvousClaim(Status):
+    """A port on which the sender may listen while a broadcast group forms and lives."""
+
+    address: Annotated[str, Field(min_length=1, max_length=253)] = Field(
+        description="Address of the sender: of its pod, or of its node where it uses the host's network."
+    )
+    port: Port = Field(description="Port of transport.rendezvousPorts.")
+    operation: Uid = Field(description="UID of the SyncRound that claimed it.")
+    sender_incarnation: Uid = Field(description="Sender process that may listen.")
+    sender_pod: ShortText | None = Field(default=None, description="Name of its pod; absent for a sender named by url.")
+    sender_pod_uid: Uid | None = Field(
+        default=None, alias="senderPodUID", description="UID of its pod; absent for a sender named by url."
+    )
+    leaked: bool = Field(
+        default=False,
+        description="The operation ended and the sender never said how its broadcast did. The port is used by nobody "
+        "until that sender answers, or its pod is gone.",
+    )
+
+
 class EngineTotals(Status):
     """Engines of all pools of the pipeline."""
 
@@ -378,6 +403,13 @@ class RLPipelineStatus(Status):
         max_length=8,
         description="Keys with which senders verify the operator's tokens.",
         json_schema_extra=keyed_by("kid"),
+    )
+    rendezvous_claims: tuple[RendezvousClaim, ...] = Field(
+        default=(),
+        max_length=MAX_CLAIMS,
+        description="Ports claimed for broadcast groups. A port that any pipeline claims is used by no other whose "
+        "sender has the same address.",
+        json_schema_extra=ATOMIC,
     )
     last_round: ObjectName | None = Field(default=None, description="Name of the SyncRound that ended last.")
     engines: EngineTotals | None = Field(default=None, description="Engines of all pools of the pipeline.")

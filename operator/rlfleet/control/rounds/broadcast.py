@@ -7,14 +7,15 @@ engine that joined a group that never formed is wedged until it proves that it h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlfleet.api import wire
 from rlfleet.api.budgets import Split, order_times
 from rlfleet.api.conditions import Reason
-from rlfleet.control.peers import Caller, Refused
+from rlfleet.control.peers import Caller, PeerError
 from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.rendezvous import TRIES, Rendezvous
 from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target, Trouble, load_order
@@ -31,7 +32,7 @@ class Broadcast:
     target: Target
     trouble: Trouble
     backend: str
-    ports: tuple[int, int]
+    rendezvous: Rendezvous
     paused_seconds: float
 
     async def load(self, members: list[Member], *, deadline: float, again: bool) -> None:
@@ -55,35 +56,59 @@ class Broadcast:
             offset += m.world_size
         attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
         attempt = min(max(1, attempt), 9)
-        first, last = self.ports
-        width = last - first + 1
-        # Where in the range to begin differs per round, so that a port in TIME_WAIT is not asked for twice.
-        begin = int(wire.operation_id(self.target.operation, "port", attempt, "")[:6], 16)
-        for shift in range(min(width, 8)):
+        refused: frozenset[int] = frozenset()
+        for shift in range(TRIES):
+            port = await self.rendezvous.hold(refused)
+            if port is None:
+                break
             group = wire.BroadcastGroup(
                 master_address=self.sender.host,
-                master_port=first + (begin + shift) % width,
+                master_port=port,
                 group_name=f"rlfleet-{self.target.operation[:8]}-{attempt}-{shift}",
                 world_size=offset,
                 backend="nccl" if self.backend == "nccl" else "gloo",
             )
-            send = asyncio.ensure_future(self._send(group, attempt * 100 + shift, deadline))
+            listening = asyncio.Event()
+            send = asyncio.ensure_future(self._send(group, attempt * 100 + shift, deadline, listening))
             try:
-                if await self._port_taken(send):
+                if not await self._listens(send, listening):
+                    if not self._port_in_use(send.result()):
+                        self._note_sender(members, send.result())
+                        return
+                    refused |= {port}
                     continue
+                # All are asked to join at once and nobody is waited for: the group forms when everybody is there.
                 orders = {m.engine: self._order(m, group, ranks[m.engine], deadline) for m in members}
                 results = await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again)
                 self.trouble.note_results(results)
-                sent = await send
+                self._note_sender(members, await send)
             finally:
                 send.cancel()
-            if not ok(sent):
-                reason, message = why(sent)
-                for m in members:
-                    self.trouble.note(m.engine, reason, f"sender: {message}")
             return
-        for m in members:
-            self.trouble.note(m.engine, Reason.PORTS_EXHAUSTED, f"no free port in {first}-{last} at the sender")
+        self.note_no_port(m.engine for m in members)
+
+    async def without_port(self, members: Sequence[Member]) -> set[str]:
+        """Members of a broadcast for which no port can be claimed: known before anybody is paused."""
+        group = {m.engine for m in members if m.transport is wire.Transport.BROADCAST}
+        if not group or self.sender.peer is None or await self.rendezvous.hold() is not None:
+            return set()
+        self.note_no_port(group)
+        return group
+
+    def note_no_port(self, engines: Iterable[str]) -> None:
+        """Say of these engines that the sender has no port for their group."""
+        message = (
+            f"no port of spec.transport.rendezvousPorts is free at {self.sender.host}: all are claimed "
+            "(status.rendezvousClaims) or in use; widen the range"
+        )
+        for name in engines:
+            self.trouble.note(name, Reason.PORTS_EXHAUSTED, message)
+
+    def _note_sender(self, members: list[Member], sent: Ended) -> None:
+        if not ok(sent):
+            reason, message = why(sent)
+            for m in members:
+                self.trouble.note(m.engine, reason, f"sender: {message}")
 
     async def _await_unwedged(self, names: Sequence[str]) -> None:
         """Give engines whose group never formed the share of a teardown to come out of it, as they do when the
@@ -104,7 +129,7 @@ class Broadcast:
         left = deadline - self.fleet.ctx.clock.monotonic()
         return load_order(self.target, m, paused_seconds=self.paused_seconds, left=left, group=group, rank=rank)
 
-    async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float) -> Ended:
+    async def _send(self, group: wire.BroadcastGroup, attempt: int, deadline: float, listening: asyncio.Event) -> Ended:
         order = wire.BroadcastOrder(
             manifest_digest=self.target.manifest_digest,
             group=group,
@@ -117,16 +142,21 @@ class Broadcast:
             order,
             incarnation=self.target.sender_incarnation,
             deadline=deadline,
+            begun=listening,
         )
 
     @staticmethod
-    async def _port_taken(send: asyncio.Future[Ended]) -> bool:
-        """The sender could not listen: it says so before any engine is asked to join, so another port is safe."""
-        done, _ = await asyncio.wait({send}, timeout=0.05)
-        if not done:
+    async def _listens(send: asyncio.Future[Ended], listening: asyncio.Event) -> bool:
+        """Wait until the sender says that it listens. Nobody joins a group of which that is not known: an engine would
+        hang in it, or meet whoever else has the port."""
+        send.add_done_callback(lambda _: listening.set())
+        await listening.wait()
+        return not send.done()
+
+    @staticmethod
+    def _port_in_use(sent: Ended) -> bool:
+        """The sender could not listen, and says so with a recorded end: another port is safe."""
+        if isinstance(sent, PeerError) or ok(sent):
             return False
-        result = send.result()
-        if isinstance(result, Refused) or ok(result):
-            return False
-        reason, message = why(result)
+        reason, message = why(sent)
         return reason is Reason.TRANSPORT_FAILED and "address already in use" in message.lower()

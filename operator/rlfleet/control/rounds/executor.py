@@ -29,6 +29,7 @@ from rlfleet.control.rounds.outcome import StatusOf, with_late_cancel
 from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.preparing import plan_members, stage_bytes
 from rlfleet.control.rounds.refused import RefusedHold
+from rlfleet.control.rounds.rendezvous import Rendezvous
 from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target
@@ -66,6 +67,8 @@ class Executor:
         self._ends: dict[tuple[str, str], float] = {}
         #: Makes the pipeline's status from the fleet as observed; set by the pipeline's reconcile.
         self.pipeline_status: StatusOf | None = None
+        incarnation = str(self.round_spec.get("senderIncarnation") or "")
+        self.rendezvous = Rendezvous(ctx, ledger, sender, self.round_uid, incarnation)
 
     # ------------------------------------------------------------------------------------------ facts
 
@@ -173,7 +176,7 @@ class Executor:
                 "uid": self.round_uid,
                 "committed": bool(active.get("committed")) if again else False,
             },
-            extra=extra,
+            extra={**extra, **await self.rendezvous.with_slot()},
         )
 
     # ------------------------------------------------------------------------------------------ the round
@@ -247,7 +250,6 @@ class Executor:
     def transfer(self, plan: RoundPlan, target: Target) -> Transfer:
         """The movement of these weights under our claim."""
         spec = self.ledger.spec
-        ports = spec["transport"]["rendezvousPorts"]
         return Transfer(
             fleet=self.fleet,
             sender=self.sender,
@@ -255,7 +257,7 @@ class Executor:
             plan=plan,
             target=target,
             backend=str(spec["transport"]["backend"]),
-            ports=(int(ports["first"]), int(ports["last"])),
+            rendezvous=self.rendezvous,
             paused_seconds=float(spec["sync"]["deadlines"]["pausedSeconds"]),
         )
 

@@ -45,6 +45,18 @@ class SenderLink:
     node: str = ""
     #: No pod of the selector runs, or may still run: the process that held the weights is proven gone.
     absent: bool = False
+    #: An order was given whose end it has not told, and it has not been asked since.
+    unheard: bool = False
+
+    @property
+    def said(self) -> wire.SenderStatus | None:
+        """Its status, if that is from after the latest order; None: nobody knows what runs there."""
+        return None if self.unheard else self.status
+
+    @property
+    def by_url(self) -> bool:
+        """Named by URL: nothing but its own answers tells of its process."""
+        return self.peer is not None and self.peer.pod_uid == URL_SENDER
 
     async def find(self, spec: Mapping[str, Any]) -> None:
         """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
@@ -91,7 +103,7 @@ class SenderLink:
             return
         try:
             self.status = await self.ctx.peers.sender_status(self.peer, self.pipeline_uid)
-            self.problem = None
+            self.problem, self.unheard = None, False
             held = self.status.fence.generation
             if is_poisoned(held, now_ms=self.ctx.now_ms()):
                 self.status = None
@@ -108,7 +120,7 @@ class SenderLink:
 
     async def gone(self) -> bool:
         """The sender's pod is proven gone (a sender named by URL never is: nothing proves it)."""
-        if self.peer is None or self.peer.pod_uid == URL_SENDER:
+        if self.peer is None or self.by_url:
             return False
         try:
             pod = await self.ctx.kube.at(Priority.ROUND).get(
@@ -130,16 +142,29 @@ class SenderLink:
         if self.peer is None:
             return
         try:
-            await self.ctx.peers.release(self.peer, caller)
+            self.status = await self.ctx.peers.release(self.peer, caller)
+            self.unheard = False
         except PeerError as e:
             # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
             log.info("hold not released", extra={"roundUID": caller.operation, "why": str(e)})
 
     async def run(
-        self, caller: Caller, step: str, attempt: int, order: Any, *, incarnation: str, deadline: float
+        self,
+        caller: Caller,
+        step: str,
+        attempt: int,
+        order: Any,
+        *,
+        incarnation: str,
+        deadline: float,
+        begun: asyncio.Event | None = None,
     ) -> Ended:
-        """Give the sender one order and wait for its recorded end, until ``deadline`` (loop seconds)."""
+        """Give the sender one order and wait for its recorded end, until ``deadline`` (loop seconds).
+
+        ``begun`` is set once the sender says that it runs.
+        """
         assert self.peer is not None
+        self.unheard = True
         op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
         record: wire.OperationRecord | None = None
         while True:
@@ -149,7 +174,12 @@ class SenderLink:
                     record = await self.ctx.peers.sender_start(
                         self.peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
                     )
-                if record.state is not wire.OperationState.RUNNING or left <= 0:
+                if record.state is not wire.OperationState.RUNNING:
+                    self.unheard = False
+                    return record
+                if begun is not None:
+                    begun.set()
+                if left <= 0:
                     return record
                 record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
             except Refused as e:

@@ -19,6 +19,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, PeerError, Refused
 from rlfleet.control.rounds.broadcast import Broadcast
 from rlfleet.control.rounds.fleet import Fleet
+from rlfleet.control.rounds.rendezvous import Rendezvous
 from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target, Trouble, load_order
@@ -39,7 +40,7 @@ class Transfer:
     plan: RoundPlan
     target: Target
     backend: str
-    ports: tuple[int, int]
+    rendezvous: Rendezvous
     paused_seconds: float
     trouble: Trouble = field(default_factory=Trouble)
     #: Members whose load no other engine's checksum confirmed.
@@ -53,6 +54,8 @@ class Transfer:
         The gates' own report is the evidence, not the sender's answer.
         """
         members = list(members)
+        missing = await self._group().without_port(members)
+        members = [m for m in members if m.engine not in missing]
         prepare = {
             m.engine: wire.PrepareOrder(
                 transport=m.transport,
@@ -67,10 +70,10 @@ class Transfer:
         self.trouble.note_results(results)
         ready = [m for m in members if ok(results.get(m.engine))]
         await self._push(ready, deadline=deadline)
-        missing = {m.engine for m in members if not self.staged(m)}
-        for name in missing:
+        unstaged = {m.engine for m in members if not self.staged(m)}
+        for name in unstaged:
             self.trouble.note(name, Reason.STAGING_FAILED, "its gate did not receive all bytes")
-        return missing
+        return missing | unstaged
 
     async def _push(self, members: list[Member], *, deadline: float) -> None:
         """Have the sender push to the gates that still lack bytes, a few times while the deadline allows."""
@@ -146,17 +149,19 @@ class Transfer:
     async def _load_broadcast(self, members: list[Member], *, deadline: float, again: bool) -> None:
         if not members:
             return
-        group = Broadcast(
+        await self._group().load(members, deadline=deadline, again=again)
+
+    def _group(self) -> Broadcast:
+        return Broadcast(
             fleet=self.fleet,
             sender=self.sender,
             caller=self.caller,
             target=self.target,
             trouble=self.trouble,
             backend=self.backend,
-            ports=self.ports,
+            rendezvous=self.rendezvous,
             paused_seconds=self.paused_seconds,
         )
-        await group.load(members, deadline=deadline, again=again)
 
     # ------------------------------------------------------------------------------------- verify, publish
 
