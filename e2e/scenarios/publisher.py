@@ -47,6 +47,12 @@ def state(seed: int, change: str | None, bulk_mib: int = 0) -> dict[str, torch.T
     return weights
 
 
+def devices(text: str) -> tuple[str, list[str]] | None:
+    """``<node>/<uuid>,<uuid>``: the devices that this trainer says it uses; None for an empty text."""
+    node, _, uuids = text.partition("/")
+    return (node, uuids.split(",")) if text else None
+
+
 def main() -> None:
     """Serve until killed."""
     torch.set_num_threads(1)
@@ -57,6 +63,7 @@ def main() -> None:
         public_keys=PublicKeys.from_json(os.environ["RLFLEET_PUBLIC_KEYS"]),
         bucket_bytes=int(os.environ.get("BUCKET_BYTES", "1048576")),
         second_slot=os.environ.get("SECOND_SLOT") == "1",
+        devices=devices(os.environ.get("DEVICES", "")),
     )
     sender.start()
 

@@ -106,7 +106,7 @@ def test_engines_whose_attempts_are_spent_are_named() -> None:
 
 
 def test_problems_and_waits_show() -> None:
-    found = status(row(0), problems=(Problem(Reason.INVALID_SPEC, "spec.gate.image is missing"),))
+    found = status(row(0), problems=(Problem(Reason.INVALID_SPEC, "spec.gate.image is missing", stops=True),))
     assert condition(found, "Ready") == ("False", "InvalidSpec")
     assert condition(found, "Degraded") == ("True", "InvalidSpec")
     waits = status(row(0), waits=((Reason.ROUND_IN_PROGRESS, "later"),))

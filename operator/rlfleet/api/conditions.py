@@ -133,6 +133,20 @@ class Reason(_Documented):
         "MixedTransportImpossible",
         "assertMixed is set, but engines do not fall in both classes",
     )
+    DEVICE_SOURCES_DISAGREE = (
+        "DeviceSourcesDisagree",
+        "two sources contradict each other about the devices of the trainer or of an engine; the message names both",
+    )
+    DEVICE_LISTED_TWICE = "DeviceListedTwice", "a device list names one UUID on two nodes"
+    ENGINE_SIZE_MISMATCH = "EngineSizeMismatch", "an engine's devices are not as many as spec.engine.gpusPerEngine"
+    TWO_DEVICE_BOOKS = "TwoDeviceBooks", "a pool asks for GPUs of a device plugin and of ResourceClaims as well"
+    ENGINE_SPANS_PODS = "EngineSpansPods", "engine arguments spread one engine over several pods"
+    ENGINE_DATA_PARALLEL = "EngineDataParallel", "engine arguments make several replicas in one engine"
+    ENGINE_DISAGGREGATED = "EngineDisaggregated", "engine arguments make an engine that prefills or decodes only"
+    STAGING_OVER_LIMIT = "StagingOverLimit", "the gate's memory limit is too small for its staging volume"
+    MODELS_DIFFER = "ModelsDiffer", "pools of one pipeline name different models"
+    DEVICES_SHARED_BY_POOLS = "DevicesSharedByPools", "two Pinned pools list the same devices"
+    PARTIAL_OVERLAP = "PartialOverlap", "engines stand on some of the trainer's devices and not on all of them"
     PORTS_EXHAUSTED = "PortsExhausted", "no port of transport.rendezvousPorts is free at the sender"
     PORT_CLAIM_LEAKED = (
         "PortClaimLeaked",

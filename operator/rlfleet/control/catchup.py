@@ -68,7 +68,7 @@ def plan(
         sender_problem=sender.problem,
         counts=counts_of(p for p in pools if p["spec"]["pipeline"] == ledger.name),
         failures=failures_of(rounds, committed.manifest_digest) if committed is not None else (),
-        how=transporting(spec),
+        how=transporting(spec, sender.train),
         on_failure=str(spec["sync"]["onFailure"]),
         now_ms=ctx.now_ms(),
     )

@@ -18,6 +18,7 @@ from rlfleet.kube.guard import Guard
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
 
+from .claim_memory import ClaimMemory
 from .queue import Kind, QueueKey
 from .repair.memory import RepairMemories
 from .rounds.memory import GateMemory
@@ -153,6 +154,7 @@ class Context:
     """UIDs of pipelines whose fence this process has raised: its calls are above those of every earlier leader."""
     metrics: Metrics = field(default_factory=NoMetrics)
     gates: GateMemory = field(default_factory=GateMemory)
+    claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
 
     def now_ms(self) -> int:

@@ -109,7 +109,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     await rules.run(RuleName.ENDED_ROUNDS, lambda: let_ended_go(ledger, rounds, claimed=(active or {}).get("uid")))
 
     # 3. the sender and the engines
-    sender = SenderLink(ctx, namespace, pipeline["metadata"]["uid"])
+    sender = SenderLink(ctx, namespace, name, pipeline["metadata"]["uid"])
     await sender.find(pipeline["spec"])
     view = PipelineView(ctx, ledger, sender, expected, rules)
     await view.observe(GLANCE_SECONDS if active else None)

@@ -19,8 +19,9 @@ from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rendezvous import Claim, claims_of, judged, leak_message, rows
 from rlfleet.plan.rounds import Committed
-from rlfleet.plan.topology import train_devices
-from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.template import gpus_per_engine
+from rlfleet.plan.topology_valid import topology_valid
+from rlfleet.plan.validate import violations
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -95,19 +96,14 @@ class PipelineView:
 
     def _topology(self) -> tuple[bool | None, Reason, str]:
         transport = self.ledger.spec["transport"]
-        if transport["mode"] == "CPUSerialize":
-            return True, Reason.TOPOLOGY_NOT_NEEDED, "serialized weights need no topology"
-        engines = {
-            n: e.devices for n, e in self.fleet.engines.items() if not e.gone and not e.leaving and e.status is not None
-        }
-        ranks = {n: e.status.engine.world_size or 1 for n, e in self.fleet.engines.items() if e.status is not None}
-        if not engines:
-            return None, Reason.TOPOLOGY_UNKNOWN, "no engine has reported its devices yet"
-        train = train_devices((self.ledger.spec.get("trainer") or {}).get("gpus"))
-        choice = choose(transport["mode"], engines, train, assert_mixed=bool(transport.get("assertMixed")), ranks=ranks)
-        if isinstance(choice, Refusal):
-            return False, choice.reason, choice.message
-        return True, Reason.TOPOLOGY_KNOWN, f"transport {transport['mode']} can reach every engine"
+        return topology_valid(
+            self.fleet.engines.values(),
+            self.sender.train,
+            mode=transport["mode"],
+            assert_mixed=bool(transport.get("assertMixed")),
+            broken=violations(self.ledger.pipeline, self.fleet.pools.values()),
+            sizes={name: gpus_per_engine(pool) for name, pool in self.fleet.pools.items()},
+        )
 
     def __call__(self, *, trouble: tuple[Reason, str] | None, working: tuple[Reason, str] | None = None) -> Obj:
         """The status fields that this view owns."""

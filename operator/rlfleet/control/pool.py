@@ -36,6 +36,7 @@ from rlfleet.plan.lifecycle import Closed, PodFact, derive, pod_fact
 from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
 from rlfleet.plan.pool_status import Observed, Problem, Row, build_status
 from rlfleet.plan.rounds import Committed
+from rlfleet.plan.validate import stopped, violations
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class PoolReconciler:
             template.validate(pool)
         except template.InvalidPool as e:
             valid = False
-            problems.insert(0, Problem(Reason.INVALID_SPEC, str(e)))
+            problems.insert(0, Problem(Reason.INVALID_SPEC, str(e), stops=True))
         if pipeline is not None:
             await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
             now = ctx.clock.monotonic()
@@ -157,6 +158,11 @@ class PoolReconciler:
             bumps=memory.bumps,
         )
         plan = plan_pods(view)
+        if plan.create:
+            broken = await self._broken(pool, pipeline)
+            problems += broken
+            view = replace(view, may_create=not broken)
+            plan = plan_pods(view)
         if plan.unroute or memory.departures:
             await pool_pods.unroute(ctx, pool, plan.unroute, found, self._routers, memory, fence=fence, out=out)
             gone = pool_pods.unrouted(memory, found, fence=fence)
@@ -172,6 +178,16 @@ class PoolReconciler:
 
         rows = self._rows(pool, self._facts(pool), plan, pipeline, found, memory)
         return await self._report(pool, pipeline, plan, rows, found, memory, out, valid=valid)
+
+    async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:
+        """Broken rules that keep this pool from making pods. Read live: what others were changed to may decide."""
+        if pipeline is None:
+            return []
+        listed = await self._ctx.kube.at(Priority.SCALE).list(
+            ENGINEPOOLS, pool["metadata"]["namespace"], timeout=self._ctx.settings.api_timeout
+        )
+        found = stopped(violations(pipeline, listed.items), pool["metadata"]["name"])
+        return [Problem(v.reason, v.message, stops=True) for v in found]
 
     # ------------------------------------------------------------------------------------------ observing
 

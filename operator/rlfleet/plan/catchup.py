@@ -47,6 +47,8 @@ class Transporting:
     backend: str
     train: frozenset[Device] | None
     verify: str
+    disputes: tuple[str, ...] = ()
+    """What sources say differently of the trainer's devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def choose_members(
             total_bytes=total_bytes,
             verify=how.verify,
             confirmed=known,
+            disputes=how.disputes,
         )
 
     ordered = sorted(engines, key=lambda e: (e.pool, e.name))

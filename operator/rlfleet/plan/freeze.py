@@ -29,6 +29,7 @@ def freeze(
     verify: str,
     max_unavailable: int | str,
     quiesce: PauseMode | None = None,
+    disputes: Sequence[str] = (),
 ) -> RoundPlan | Refusal:
     """Freeze the members of a Refresh: every live engine whose gate answers and has met its engine.
 
@@ -57,6 +58,7 @@ def freeze(
         total_bytes=total_bytes,
         verify=verify,
         quiesce=quiesce,
+        disputes=disputes,
     )
     if isinstance(plan, Refusal):
         return plan
@@ -76,10 +78,12 @@ def assign(
     quiesce: PauseMode | None = None,
     confirmed: frozenset[str] = frozenset(),
     fleet: Sequence[Engine] = (),
+    disputes: Sequence[str] = (),
 ) -> RoundPlan | Refusal:
     """Transports and ranks of engines that can take part, or why they can not, whichever kind of round asks.
 
-    ``fleet``: all engines of the pipeline, for ``assert_mixed``.
+    ``fleet``: all engines of the pipeline, for ``assert_mixed``. ``disputes``: what sources say differently of the
+    trainer's devices; those about engines are found here.
     ``confirmed``: layouts whose engine digest is committed for these bytes already, so that one engine is enough to
     compare.
     """
@@ -101,6 +105,7 @@ def assign(
         assert_mixed=assert_mixed,
         fleet={e.name: e.devices for e in fleet},
         ranks={e.name: e.status.engine.world_size or 1 for e in (*fleet, *ready) if e.status is not None},
+        disputes=[*disputes, *(e.identity.conflict for e in ready if e.identity.conflict)],
     )
     if isinstance(choice, Refusal):
         return choice

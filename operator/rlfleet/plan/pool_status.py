@@ -61,6 +61,8 @@ class Problem:
 
     reason: Reason
     message: str
+    stops: bool = False
+    """No pod is made because of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
         return type_, ConditionStatus.FALSE, Reason.PIPELINE_NOT_FOUND, "spec.pipeline names no RLPipeline here"
     if o.pipeline_deleting:
         return type_, ConditionStatus.FALSE, Reason.PIPELINE_DELETING, _DELETING
-    invalid = next((p for p in o.problems if p.reason in (Reason.INVALID_SPEC, Reason.INVALID_NAME)), None)
+    invalid = next((p for p in o.problems if p.stops), None)
     if invalid is not None:
         return type_, ConditionStatus.FALSE, invalid.reason, invalid.message
     active = counts[EngineState.ACTIVE]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, Transport
-from rlfleet.plan.topology import Device
+from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
 
 TERMINAL = frozenset({"Succeeded", "Failed", "Superseded", "Cancelled", "Expired"})
 
@@ -76,6 +76,10 @@ class Engine:
     """Why its gate refused to be fenced; empty where it answered or kept silent."""
     unborn: bool = False
     """None of its containers has ever run, as far as its node told."""
+    claimed: Evidence | None = None
+    """What its ResourceClaims say of its devices; None: it uses none."""
+    assigned: Evidence | None = None
+    """What placement Pinned gave it; None: nothing."""
 
     @property
     def dropped(self) -> bool:
@@ -88,11 +92,16 @@ class Engine:
         return (self.status.incarnation or "") if self.status else ""
 
     @property
+    def identity(self) -> Identity:
+        """Its physical devices, from every source that knows any, and what they contradict each other in."""
+        report = self.status.devices if self.status is not None else None
+        told = report_evidence(f"the gate of {self.name}", report)
+        return identify([s for s in (self.claimed, told, self.assigned) if s is not None])
+
+    @property
     def devices(self) -> frozenset[Device] | None:
-        """Its physical devices; None when unknown."""
-        if self.status is None or self.status.devices.source == "Unknown" or not self.status.devices.uuids:
-            return None
-        return frozenset(Device(self.status.devices.node, uuid) for uuid in self.status.devices.uuids)
+        """Its physical devices; None when unknown, or when sources contradict each other."""
+        return self.identity.devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,11 @@ def asks_gpu(container: Mapping[str, Any]) -> bool:
     return any(GPU_RESOURCE in (resources.get(part) or {}) for part in ("requests", "limits"))
 
 
+def asks_claims(container: Mapping[str, Any]) -> bool:
+    """Whether the container uses ResourceClaims."""
+    return bool((container.get("resources") or {}).get("claims"))
+
+
 # -------------------------------------------------------------------------------------------- template hash
 
 

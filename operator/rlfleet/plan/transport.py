@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlfleet.api.conditions import Reason
@@ -50,14 +50,16 @@ def choose(
     assert_mixed: bool = False,
     fleet: Mapping[str, frozenset[Device] | None] | None = None,
     ranks: Mapping[str, int] | None = None,
+    disputes: Sequence[str] = (),
 ) -> dict[str, Choice] | Refusal:
     """Pick a transport for every engine, or refuse with the engines named.
 
     ``engines``: the targets, name -> devices, None when its identity is unknown. ``train``: the train pool, None when
     unknown. ``ranks``: how many ranks an engine takes in a group, where that is known. ``fleet``: all engines of the
     pipeline, which is what ``assert_mixed`` is about (None: the targets are all); one of unknown identity that is no
-    target counts for neither class. An empty set of targets yields an empty choice in every mode, and no topology is
-    looked at: there is nobody to refuse for.
+    target counts for neither class. ``disputes``: where sources of device identity contradict each other.
+    An empty set of targets yields an empty choice in every mode, and no topology is looked at: there is nobody to
+    refuse for.
     """
     if mode not in MODES:
         return Refusal(Reason.INVALID_SPEC, f"spec.transport.mode {mode!r} is not one of {', '.join(MODES)}")
@@ -70,6 +72,12 @@ def choose(
         return {}
     if mode == "CPUSerialize":
         return dict.fromkeys(engines, Choice(Transport.SERIALIZED))
+    if disputes:
+        return Refusal(
+            Reason.DEVICE_SOURCES_DISAGREE,
+            f"transport mode {mode} needs devices that all sources agree on: {'; '.join(disputes)}. Correct the one "
+            "that is wrong, or use CPUSerialize",
+        )
     if train is None:
         return Refusal(
             Reason.TOPOLOGY_UNKNOWN,

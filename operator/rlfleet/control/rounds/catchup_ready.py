@@ -37,7 +37,7 @@ from rlfleet.plan.catchup import (
     outdated,
 )
 from rlfleet.plan.rounds import Committed, Member, held
-from rlfleet.plan.topology import train_devices
+from rlfleet.plan.topology import Identity
 from rlfleet.plan.triage import triage
 
 log = logging.getLogger(__name__)
@@ -55,13 +55,14 @@ class Stop:
     message: str
 
 
-def transporting(spec: dict[str, Any]) -> Transporting:
-    """What an RLPipeline's spec says of transport and proof."""
+def transporting(spec: dict[str, Any], train: Identity) -> Transporting:
+    """What an RLPipeline's spec says of transport and proof, and where its trainer runs."""
     return Transporting(
         mode=spec["transport"]["mode"],
         backend=spec["transport"]["backend"],
-        train=train_devices((spec.get("trainer") or {}).get("gpus")),
+        train=train.devices,
         verify=spec["sync"]["verify"],
+        disputes=(train.conflict,) if train.conflict else (),
     )
 
 
@@ -129,7 +130,7 @@ class CatchUpReady(Executor):
         plan, refused = choose_members(
             left,
             committed=committed,
-            how=transporting(self.ledger.spec),
+            how=transporting(self.ledger.spec, self.sender.train),
             sender=self.sender.status,
             total_bytes=slot.total_bytes,
         )

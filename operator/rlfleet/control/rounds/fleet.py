@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels, wire
 from rlfleet.api.conditions import Reason
+from rlfleet.control.claims import read_allocations
 from rlfleet.control.peers import Caller, Peer, Refused, Silent, fan_out
 from rlfleet.control.rounds.pods import engine_of, gate_peer, is_gone, is_owned, made_by
 from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
+from rlfleet.plan.dra import claim_evidence, uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.rounds import Engine
+from rlfleet.plan.template import ENGINE
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -61,6 +64,8 @@ class Fleet:
             kube.list(ENGINEPOOLS, self.namespace, timeout=self.ctx.settings.api_timeout),
         )
         self.pools = {p["metadata"]["name"]: p for p in pools.items}
+        claimed = {claim for pod in listed.items if is_owned(pod) for claim, _ in uses(pod, ENGINE)}
+        claims = await read_allocations(self.ctx, self.namespace, claimed)
         known = {e.pod_uid: e.status for e in self.engines.values()}
         self.engines = {}
         self.peers = {}
@@ -70,7 +75,11 @@ class Fleet:
                 continue
             engine = engine_of(pod)
             pool = self.pools.get(engine.pool)
-            engine = replace(engine, unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None))
+            engine = replace(
+                engine,
+                unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None),
+                claimed=claim_evidence(uses(pod, ENGINE), claims),
+            )
             self.pods[engine.name] = pod
             self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
             peer = gate_peer(pod)

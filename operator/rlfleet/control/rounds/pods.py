@@ -13,6 +13,7 @@ from typing import Any
 from rlfleet.api import labels, wire
 from rlfleet.control.peers import Peer
 from rlfleet.plan.rounds import Engine
+from rlfleet.plan.topology import assigned_evidence
 
 
 def gate_port(pod: Mapping[str, Any]) -> int:
@@ -76,6 +77,7 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
     """An engine pod as the planner sees it, before its gate was asked."""
     meta = pod["metadata"]
     peer = gate_peer(pod)
+    assigned = (meta.get("annotations") or {}).get(labels.DEVICES)
     return Engine(
         name=meta["name"],
         pool=(meta.get("labels") or {}).get(labels.POOL, ""),
@@ -86,4 +88,5 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
         leaving="deletionTimestamp" in meta,
         owned=is_owned(pod),
         unborn=is_unborn(pod),
+        assigned=assigned_evidence(assigned) if assigned else None,
     )

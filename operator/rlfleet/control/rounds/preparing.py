@@ -20,7 +20,6 @@ from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held
-from rlfleet.plan.topology import train_devices
 from rlfleet.plan.transport import Refusal
 
 if TYPE_CHECKING:
@@ -130,12 +129,13 @@ def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
         mode=spec["transport"]["mode"],
         assert_mixed=bool(spec["transport"].get("assertMixed")),
         backend=spec["transport"]["backend"],
-        train=train_devices((spec.get("trainer") or {}).get("gpus")),
+        train=run.sender.train.devices,
         sender=run.sender.status,
         total_bytes=slot.total_bytes,
         verify=spec["sync"]["verify"],
         max_unavailable=spec["sync"]["maxUnavailable"],
         quiesce=wanted_mode(spec["sync"]),
+        disputes=[run.sender.train.conflict] if run.sender.train.conflict else (),
     )
 
 

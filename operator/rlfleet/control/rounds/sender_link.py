@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
+from rlfleet.control.claims import read_allocations
 from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent
 from rlfleet.control.rounds.pods import is_gone
 from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
+from rlfleet.plan.dra import block_claims, block_evidence, claim_evidence, uses
 from rlfleet.plan.identity import is_poisoned
+from rlfleet.plan.topology import Evidence, Identity, identify, report_evidence, spec_evidence
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
 
 log = logging.getLogger(__name__)
+Obj = dict[str, Any]
 
 #: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
 URL_SENDER = "rlfleet-sender"
@@ -38,6 +42,7 @@ class SenderLink:
 
     ctx: Context
     namespace: str
+    pipeline: str
     pipeline_uid: str
     peer: Peer | None = None
     status: wire.SenderStatus | None = None
@@ -47,6 +52,15 @@ class SenderLink:
     absent: bool = False
     #: An order was given whose end it has not told, and it has not been asked since.
     unheard: bool = False
+    #: What ResourceClaims say of the trainer's devices, and what its spec does.
+    claimed: Evidence | None = None
+    declared: Evidence | None = None
+
+    @property
+    def train(self) -> Identity:
+        """The train pool, from every source that knows of it."""
+        report = report_evidence("the sender", self.status.devices if self.status else None, part=True)
+        return identify([s for s in (self.claimed, report, self.declared) if s is not None])
 
     @property
     def said(self) -> wire.SenderStatus | None:
@@ -61,41 +75,57 @@ class SenderLink:
     async def find(self, spec: Mapping[str, Any]) -> None:
         """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
         self.peer, self.status, self.problem, self.absent = None, None, None, False
+        self.declared = spec_evidence((spec.get("trainer") or {}).get("gpus"))
+        pod = await self._resolve(spec)
+        self.claimed = await self._claims(spec, pod)
+        await self.ask()
+
+    async def _resolve(self, spec: Mapping[str, Any]) -> Obj | None:
+        """Set ``peer``, or ``problem`` where there is none; the sender's pod, if it is one of ours."""
         sender = (spec.get("weights") or {}).get("sender") or {}
         port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
         if sender.get("url"):
             self.peer = Peer("sender", URL_SENDER, str(sender["url"]))
-        else:
-            labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
-            selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
-            listed = await self.ctx.kube.at(Priority.ROUND).list(
-                PODS, self.namespace, label_selector=selector, timeout=self.ctx.settings.api_timeout
+            return None
+        labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
+        selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
+        listed = await self.ctx.kube.at(Priority.ROUND).list(
+            PODS, self.namespace, label_selector=selector, timeout=self.ctx.settings.api_timeout
+        )
+        running = [
+            p
+            for p in listed.items
+            if (p.get("status") or {}).get("phase") == "Running"
+            and (p.get("status") or {}).get("podIP")
+            and "deletionTimestamp" not in p["metadata"]
+        ]
+        if not running:
+            phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
+            self.absent = phases <= {"Pending"}
+            self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
+            return None
+        if len(running) > 1:
+            names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
+            self.problem = (
+                Reason.SENDER_AMBIGUOUS,
+                f"{len(running)} running pods match {selector!r} ({names}): one trainer may claim a pipeline",
             )
-            running = [
-                p
-                for p in listed.items
-                if (p.get("status") or {}).get("phase") == "Running"
-                and (p.get("status") or {}).get("podIP")
-                and "deletionTimestamp" not in p["metadata"]
-            ]
-            if not running:
-                phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
-                self.absent = phases <= {"Pending"}
-                self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
-                return
-            if len(running) > 1:
-                names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
-                self.problem = (
-                    Reason.SENDER_AMBIGUOUS,
-                    f"{len(running)} running pods match {selector!r} ({names}): one trainer may claim a pipeline",
-                )
-                return
-            pod = running[0]
-            ip = pod["status"]["podIP"]
-            host = f"[{ip}]" if ":" in ip else ip
-            self.node = str(pod["spec"].get("nodeName") or "")
-            self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
-        await self.ask()
+            return None
+        pod = running[0]
+        ip = pod["status"]["podIP"]
+        host = f"[{ip}]" if ":" in ip else ip
+        self.node = str(pod["spec"].get("nodeName") or "")
+        self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
+        return pod
+
+    async def _claims(self, spec: Mapping[str, Any], pod: Obj | None) -> Evidence | None:
+        """What ResourceClaims say: those of the train blocks, which are all of it, else those of the sender's pod."""
+        blocks = block_claims(self.pipeline, spec)
+        used = blocks or (uses(pod) if pod is not None else ())
+        found = await read_allocations(self.ctx, self.namespace, {claim for claim, _ in used})
+        if blocks:
+            return block_evidence(blocks, found, owner=self.pipeline_uid)
+        return claim_evidence(used, found, part=True)
 
     async def ask(self) -> None:
         """Read the sender's status; silence leaves it unknown with the problem said."""

@@ -1,0 +1,308 @@
+"""Whether pipeline and pools fit together: the rules that no single object can check ([coordinator] 1.2).
+
+Invariants:
+- one reason per rule, and every violation is found at once, in the order of the rules here (structure first);
+- a violation names the pools that it keeps from making pods. Pods that run are never touched because of one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final
+
+from rlfleet.api.conditions import Reason
+from rlfleet.plan.template import (
+    ENGINE,
+    GPU_RESOURCE,
+    asks_claims,
+    asks_gpu,
+    assignments,
+    engine_of,
+    gpus_per_engine,
+    is_pinned,
+    staging_mib,
+    template_of,
+)
+from rlfleet.plan.topology import Device, device_names, train_devices
+from rlfleet.plan.transport import Refusal, choose
+
+Obj = Mapping[str, Any]
+
+#: Memory that a gate needs beside what is staged.
+GATE_MIB: Final = 256
+
+_SUFFIXES: Final[Mapping[str, int]] = {
+    **{s: 1024 ** (i + 1) for i, s in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
+    **{s: 1000 ** (i + 1) for i, s in enumerate(("k", "M", "G", "T", "P", "E"))},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule, in words that name the objects and the remedy.
+
+    ``pools``: those that make no pods until it is mended.
+    """
+
+    reason: Reason
+    message: str
+    pools: frozenset[str] = frozenset()
+
+
+def violations(pipeline: Obj, pools: Iterable[Obj]) -> tuple[Violation, ...]:
+    """Every broken rule of one pipeline.
+
+    ``pools``: all EnginePools of its namespace; those that are being deleted do not count.
+    """
+    namespace = [p for p in pools if not p["metadata"].get("deletionTimestamp")]
+    mine = [p for p in namespace if p["spec"].get("pipeline") == pipeline["metadata"]["name"]]
+    return (
+        *_devices_listed_twice(pipeline, mine),
+        *_engine_sizes(mine),
+        *_device_books(mine),
+        *_whole_engines(mine),
+        *_staging(mine),
+        *_models(mine),
+        *_pinned_together(mine, namespace),
+        *_partial_overlap(pipeline, mine),
+        *_transports(pipeline, mine),
+    )
+
+
+def _named(pools: Iterable[Obj]) -> frozenset[str]:
+    return frozenset(_name(p) for p in pools)
+
+
+def _name(pool: Obj) -> str:
+    return str(pool["metadata"]["name"])
+
+
+def _engine(pool: Obj) -> Obj:
+    containers = (template_of(pool).get("spec") or {}).get("containers") or []
+    return next((c for c in containers if c.get("name") == ENGINE), {})
+
+
+def pinned_devices(pool: Obj) -> frozenset[Device]:
+    """Every device that a Pinned pool lists, whether or not an engine needs it now."""
+    if not is_pinned(pool):
+        return frozenset()
+    return train_devices((pool["spec"].get("placement") or {}).get("devices")) or frozenset()
+
+
+# ------------------------------------------------------------------------------------------------ structure
+
+
+def _devices_listed_twice(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
+    """One UUID is one device: it lies on one node."""
+    lists = [("spec.trainer.gpus", (pipeline["spec"].get("trainer") or {}).get("gpus"), frozenset[str]())]
+    lists += [
+        (f"spec.placement.devices of pool {_name(p)}", (p["spec"].get("placement") or {}).get("devices"), _named([p]))
+        for p in pools
+    ]
+    for where, gpus, stopped in lists:
+        nodes: dict[str, set[str]] = {}
+        for device in train_devices(gpus) or ():
+            nodes.setdefault(device.uuid, set()).add(device.node)
+        for uuid, found in sorted(nodes.items()):
+            if len(found) > 1:
+                yield Violation(
+                    Reason.DEVICE_LISTED_TWICE,
+                    f"{where} lists {uuid} on {' and '.join(sorted(found))}; a UUID is one device on one node",
+                    stopped,
+                )
+
+
+def _engine_sizes(pools: Sequence[Obj]) -> Iterable[Violation]:
+    """All engines of a pool have the size that engine.gpusPerEngine says; pools may differ."""
+    for pool in pools:
+        resources = _engine(pool).get("resources") or {}
+        asked = (resources.get("limits") or resources.get("requests") or {}).get(GPU_RESOURCE)
+        size = gpus_per_engine(pool)
+        if asked is not None and str(asked) != str(size):
+            yield Violation(
+                Reason.ENGINE_SIZE_MISMATCH,
+                f"the engine container of pool {_name(pool)} asks for {asked} {GPU_RESOURCE}, and "
+                f"spec.engine.gpusPerEngine is {size}; make them equal, or leave the resource out of the template",
+                _named([pool]),
+            )
+
+
+def _device_books(pools: Sequence[Obj]) -> Iterable[Violation]:
+    """Device plugins and DRA keep separate books: the scheduler would give one device out twice."""
+    for pool in pools:
+        spec = template_of(pool).get("spec") or {}
+        containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
+        if any(asks_gpu(c) for c in containers) and any(asks_claims(c) for c in containers):
+            yield Violation(
+                Reason.TWO_DEVICE_BOOKS,
+                f"the template of pool {_name(pool)} asks for {GPU_RESOURCE} and uses a ResourceClaim; these are "
+                "separate books of the same devices, use one of them",
+                _named([pool]),
+            )
+
+
+#: Arguments of an engine that make its pod something else than one whole engine: names, values that are harmless,
+#: reason, and what is the matter.
+_ENGINE_ARGUMENTS: Final[Sequence[tuple[tuple[str, ...], tuple[str, ...], Reason, str]]] = (
+    (
+        ("--nnodes",),
+        ("1",),
+        Reason.ENGINE_SPANS_PODS,
+        "one pod is one engine: choose a parallelism that fits one node",
+    ),
+    (
+        ("--dp-size", "--data-parallel-size", "--dp"),
+        ("1",),
+        Reason.ENGINE_DATA_PARALLEL,
+        "weights reach only one of its replicas: leave it out and raise spec.replicas",
+    ),
+    (
+        ("--disaggregation-mode",),
+        ("null",),
+        Reason.ENGINE_DISAGGREGATED,
+        "prefill and decode engines answer only together, and a round would pause one without the other: leave it out",
+    ),
+)
+
+
+def _whole_engines(pools: Sequence[Obj]) -> Iterable[Violation]:
+    """One pod is one engine that is updated as a whole."""
+    for pool in pools:
+        words = _words(_engine(pool))
+        for names, harmless, reason, advice in _ENGINE_ARGUMENTS:
+            value = _argument(words, names)
+            if value is not None and value not in harmless:
+                yield Violation(
+                    reason, f"the engine of pool {_name(pool)} runs with {names[0]} {value}; {advice}", _named([pool])
+                )
+
+
+def _words(container: Obj) -> list[str]:
+    words = [str(w) for w in [*(container.get("command") or []), *(container.get("args") or [])]]
+    return [part for word in words for part in _split(word)]
+
+
+def _split(word: str) -> list[str]:
+    """`sh -c "..."`: there the arguments lie in one word. What no shell could read is left as it is."""
+    try:
+        return shlex.split(word) if " " in word else [word]
+    except ValueError:
+        return [word]
+
+
+def _argument(words: Sequence[str], names: Sequence[str]) -> str | None:
+    found = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, _, value = word.partition("=")
+        if name in names:
+            found = value or following
+    return found
+
+
+def _staging(pools: Sequence[Obj]) -> Iterable[Violation]:
+    """What is staged counts against the gate's memory limit: over it the kernel kills the gate in mid-round."""
+    for pool in pools:
+        limits = ((pool["spec"].get("gate") or {}).get("resources") or {}).get("limits") or {}
+        if "memory" not in limits:
+            continue
+        limit, needed = quantity_bytes(limits["memory"]), (staging_mib(pool) + GATE_MIB) * 2**20
+        if limit < needed:
+            yield Violation(
+                Reason.STAGING_OVER_LIMIT,
+                f"spec.gate.resources.limits.memory of pool {_name(pool)} is {limits['memory']}, stagingMiB "
+                f"{staging_mib(pool)} and the gate itself need {staging_mib(pool) + GATE_MIB}Mi",
+                _named([pool]),
+            )
+
+
+def quantity_bytes(value: int | str) -> int:
+    """Bytes of a memory quantity, rounded down. The schema has seen to its form."""
+    text = str(value)
+    for suffix, factor in _SUFFIXES.items():
+        if text.endswith(suffix):
+            return int(float(text.removesuffix(suffix)) * factor)
+    if text.endswith("m"):
+        return int(float(text[:-1]) / 1000)
+    return int(float(text))
+
+
+# ------------------------------------------------------------------------------------------------ meaning
+
+
+def _models(pools: Sequence[Obj]) -> Iterable[Violation]:
+    """A pipeline has one policy: exactly one model takes its weights."""
+    models: dict[str, list[str]] = {}
+    for pool in pools:
+        model = engine_of(pool).get("model")
+        if model:
+            models.setdefault(str(model), []).append(_name(pool))
+    if len(models) > 1:
+        said = "; ".join(f"{model} in {', '.join(sorted(names))}" for model, names in sorted(models.items()))
+        yield Violation(
+            Reason.MODELS_DIFFER,
+            f"all pools of a pipeline serve one model, spec.engine.model differs: {said}",
+            frozenset(n for names in models.values() for n in names),
+        )
+
+
+def _pinned_together(mine: Sequence[Obj], namespace: Sequence[Obj]) -> Iterable[Violation]:
+    """Nobody else keeps two Pinned pools off one device. The older pool keeps it."""
+    for pool in mine:
+        own = pinned_devices(pool)
+        for other in namespace:
+            both = own & pinned_devices(other) if other is not pool else frozenset()
+            if both and _age(other) < _age(pool):
+                yield Violation(
+                    Reason.DEVICES_SHARED_BY_POOLS,
+                    f"pools {_name(other)} and {_name(pool)} are both pinned to {device_names(both)}; "
+                    "give each pool devices of its own",
+                    _named([pool]),
+                )
+
+
+def _age(pool: Obj) -> tuple[str, str]:
+    return str(pool["metadata"].get("creationTimestamp") or ""), _name(pool)
+
+
+def _partial_overlap(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
+    """The train pool lies within the engines' devices or apart from them: who trains must know whom to displace."""
+    train = train_devices((pipeline["spec"].get("trainer") or {}).get("gpus"))
+    if train is None or not pools or not all(is_pinned(p) for p in pools):
+        return
+    engines = frozenset(d for p in pools for d in pinned_devices(p))
+    if train & engines and not train <= engines:
+        yield Violation(
+            Reason.PARTIAL_OVERLAP,
+            f"engines are pinned to {device_names(train & engines)} of the train pool and not to "
+            f"{device_names(train - engines)}; pin engines to all devices of spec.trainer.gpus or to none",
+            _named(pools),
+        )
+
+
+def _transports(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
+    """What the listed devices alone say of the transport: a round with these engines would be refused."""
+    transport = pipeline["spec"].get("transport") or {}
+    mode = str(transport.get("mode") or "CPUSerialize")
+    train = train_devices((pipeline["spec"].get("trainer") or {}).get("gpus"))
+    if mode == "CPUSerialize" or train is None or not pools or not all(is_pinned(p) for p in pools):
+        return
+    wanted: dict[str, frozenset[Device] | None] = {}
+    listed: dict[str, frozenset[Device] | None] = {}
+    for pool in pools:
+        for index, slot in enumerate(assignments(pool)):
+            name, devices = f"{_name(pool)}-{index}", frozenset(Device(slot.node, uuid) for uuid in slot.devices)
+            listed[name] = devices
+            if index < int(pool["spec"].get("replicas", 1)):
+                wanted[name] = devices
+    mixed = bool(transport.get("assertMixed"))
+    choice = choose(mode, wanted, train, assert_mixed=mixed, fleet=listed)
+    if isinstance(choice, Refusal):
+        yield Violation(choice.reason, choice.message, _named(pools))
+
+
+def stopped(found: Iterable[Violation], pool: str) -> tuple[Violation, ...]:
+    """The violations that keep a pool from making pods."""
+    return tuple(v for v in found if pool in v.pools)
