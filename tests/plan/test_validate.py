@@ -60,8 +60,8 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(),
         [pool(container=GPU)],
         Reason.ENGINE_SIZE_MISMATCH,
-        "the engine container of pool a asks for 2 nvidia.com/gpu, and spec.engine.gpusPerEngine is 1; make them equal, "
-        "or leave the resource out of the template",
+        "the engine container of pool a asks for 2 nvidia.com/gpu, and spec.engine.gpusPerEngine is 1; make them "
+        "equal, or leave the resource out of the template",
         {"a"},
     ),
     (
@@ -91,8 +91,8 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(),
         [pool(container={"command": ["sh", "-c", "exec python -m sglang --disaggregation-mode prefill"]})],
         Reason.ENGINE_DISAGGREGATED,
-        "the engine of pool a runs with --disaggregation-mode prefill; prefill and decode engines answer only together, "
-        "and a round would pause one without the other: leave it out",
+        "the engine of pool a runs with --disaggregation-mode prefill; prefill and decode engines answer only "
+        "together, and a round would pause one without the other: leave it out",
         {"a"},
     ),
     (
@@ -136,8 +136,8 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(trainer={"gpus": TRAIN}, transport={"mode": "Auto", "assertMixed": True}),
         [pool(placement=pinned("GPU-0", "GPU-1"))],
         Reason.MIXED_TRANSPORT_IMPOSSIBLE,
-        "spec.transport.assertMixed is set but every engine would use Serialized: the pool needs at least one engine on "
-        "the train devices and one off them",
+        "spec.transport.assertMixed is set but every engine would use Serialized: the pool needs at least one engine "
+        "on the train devices and one off them",
         {"a"},
     ),
 ]
