@@ -7,7 +7,7 @@ so tokens that an engine computed under old weights stay old until their slot is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +29,30 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def zeros(shape: tuple[int, ...]) -> Array:
+    """Memory of no device."""
+    return np.zeros(shape, np.float32)
+
+
+def cache_shape(config: ModelConfig, slots: int) -> tuple[int, ...]:
+    """Shape of the keys, and of the values, of ``slots`` sequences."""
+    return (config.layers, slots, config.context_length, config.kv_heads, config.head_size)
+
+
 class NumpyModel:
     """The model with its cache of ``slots`` sequences; ``parameters`` are read at every call, never copied."""
 
-    def __init__(self, config: ModelConfig, parameters: Mapping[str, Array], slots: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Mapping[str, Array],
+        slots: int,
+        new: Callable[[tuple[int, ...]], Array] = zeros,
+    ) -> None:
         self.config = config
         self.parameters = parameters
         self._cos, self._sin = rotary_tables(config)
-        shape = (config.layers, slots, config.context_length, config.kv_heads, config.head_size)
-        self._keys = np.zeros(shape, np.float32)
-        self._values = np.zeros(shape, np.float32)
+        self._keys, self._values = new(cache_shape(config, slots)), new(cache_shape(config, slots))
 
     def forward(self, tokens: Ints, starts: Ints, lengths: Ints, slots: Ints) -> Array:
         """Logits [B, vocab] after the last new token of each sequence.

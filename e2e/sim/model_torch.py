@@ -7,7 +7,7 @@ recompute an engine's log-probabilities whichever backend the engine runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import NORM_EPS, Array, ModelConfig, initial_state, rotary_tables
-from .model_numpy import Ints
+from .model_numpy import Ints, cache_shape, zeros
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,14 +59,20 @@ def forward(config: ModelConfig, state: Mapping[str, Tensor], tokens: Tensor) ->
 class TorchModel:
     """The engine's cached forward in torch, over the same memory as the engine's numpy parameters."""
 
-    def __init__(self, config: ModelConfig, parameters: Mapping[str, Array], slots: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Mapping[str, Array],
+        slots: int,
+        new: Callable[[tuple[int, ...]], Array] = zeros,
+    ) -> None:
         torch.set_num_threads(1)  # many engines share few cores
         self.config = config
         self._parameters = {name: torch.from_numpy(value) for name, value in parameters.items()}
         cos, sin = rotary_tables(config)
         self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        shape = (config.layers, slots, config.context_length, config.kv_heads, config.head_size)
-        self._keys, self._values = torch.zeros(shape), torch.zeros(shape)
+        shape = cache_shape(config, slots)
+        self._keys, self._values = torch.from_numpy(new(shape)), torch.from_numpy(new(shape))
 
     @torch.inference_mode()
     def forward(self, tokens: Ints, starts: Ints, lengths: Ints, slots: Ints) -> Array:

@@ -95,11 +95,11 @@ class Process:
 class Engine:
     """The reference engine with the numpy backend."""
 
-    def __init__(self, directory: Path, *arguments: str, backend: str = "numpy") -> None:
+    def __init__(self, directory: Path, *arguments: str, backend: str = "numpy", **env: str) -> None:
         self.host = address()
         self.url = f"http://{self.host}:30000"
         argv = [sys.executable, "-m", "e2e.sim.engine", "--host", self.host, "--port", "30000", "--backend", backend]
-        self.process = Process("engine", directory, [*argv, *arguments], {})
+        self.process = Process("engine", directory, [*argv, *arguments], env)
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
     def up(self) -> Engine:

@@ -9,22 +9,26 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from e2e.sim.model import MODELS, ModelConfig, initial_state, load_config
-from e2e.sim.model_numpy import NumpyModel
+from e2e.sim.device.ledger import Account, DeviceOutOfMemory, visible
+from e2e.sim.model import MODELS, ModelConfig, fused_shapes, initial_state, load_config
+from e2e.sim.model_numpy import NumpyModel, cache_shape
 
 from .admission import Admission
 from .faults import Faults
 from .groups_api import Groups
 from .labels import Labels
+from .memory import CACHE, GRAPHS, WEIGHTS, DeviceMemory, padded
 from .scheduler import Model, Scheduler
 from .server import Server
 from .updates import Updates
@@ -57,6 +61,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--extra-tensors", type=Path, help="JSON {name: [dtype, shape]} of parameters that are kept as they come"
     )
+    parser.add_argument(
+        "--enable-memory-saver", action="store_true", help="release_memory_occupation really gives memory back"
+    )
+    parser.add_argument(
+        "--mem-fraction-static", type=float, default=0.3, help="part of its simulated device that the engine takes"
+    )
     parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
     return parser.parse_args()
 
@@ -73,23 +83,41 @@ def _fatal(message: str) -> None:
     os._exit(1)
 
 
-def _load(model: str, seed: int, extra_tensors: Path | None) -> tuple[ModelConfig, WeightStore, str]:
+def _model(model: str) -> tuple[ModelConfig, Path | None]:
     directory = Path(model)
-    described = {} if extra_tensors is None else json.loads(extra_tensors.read_text())
-    extra = {name: (dtype, tuple(shape)) for name, (dtype, shape) in described.items()}
     if directory.is_dir():
-        config = load_config(directory)
-        weights = WeightStore(config, {}, extra)
-        weights.load_directory(directory)
-        return config, weights, str(directory.resolve())
+        return load_config(directory), directory
     if model not in MODELS:
         raise SystemExit(f"--model {model}: neither a directory nor one of {', '.join(MODELS)}")
-    config = MODELS[model]
-    return config, WeightStore(config, initial_state(config, seed), extra), ""
+    return MODELS[model], None
+
+
+def _allocate(arguments: argparse.Namespace, config: ModelConfig) -> DeviceMemory:
+    """All memory of this engine, on its devices where it has some; one that has no room does not start."""
+    weights = sum(padded(4 * math.prod(shape)) for shape in fused_shapes(config).values())
+    cache = 2 * padded(4 * math.prod(cache_shape(config, arguments.max_running_requests)))
+    try:
+        return DeviceMemory(
+            Account(visible(os.environ), f"sglang::scheduler {arguments.served_model_name or arguments.model}"),
+            {WEIGHTS: weights, CACHE: cache},
+            fraction=arguments.mem_fraction_static,
+            saver=arguments.enable_memory_saver,
+            fatal=_fatal,
+        )
+    except DeviceOutOfMemory as error:
+        raise SystemExit(f"torch.OutOfMemoryError: {error}") from error
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    config, weights, path = _load(arguments.model, arguments.seed, arguments.extra_tensors)
+    config, directory = _model(arguments.model)
+    path = "" if directory is None else str(directory.resolve())
+    memory = _allocate(arguments, config)
+    state = initial_state(config, arguments.seed) if directory is None else {}
+    described = {} if arguments.extra_tensors is None else json.loads(arguments.extra_tensors.read_text())
+    extra = {name: (dtype, tuple(shape)) for name, (dtype, shape) in described.items()}
+    weights = WeightStore(config, state, extra, new=partial(memory.new, WEIGHTS))
+    if directory is not None:
+        weights.load_directory(directory)
     weights.packed = arguments.empty_checksums
     slots = arguments.max_running_requests
     groups: Groups | None = None
@@ -100,9 +128,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
         from .groups import BroadcastGroups
 
         groups = BroadcastGroups(arguments.host, arguments.group_timeout)
-        model = TorchModel(config, weights.parameters, slots)
+        model = TorchModel(config, weights.parameters, slots, partial(memory.new, CACHE))
     else:
-        model = NumpyModel(config, weights.parameters, slots)
+        model = NumpyModel(config, weights.parameters, slots, partial(memory.new, CACHE))
     scheduler = Scheduler(
         weights,
         model,
@@ -110,10 +138,13 @@ async def _serve(arguments: argparse.Namespace) -> None:
         # Engines of one pool share --seed; their samples must still differ.
         seed=arguments.seed ^ zlib.crc32(f"{arguments.host}:{arguments.port}".encode()),
         step_seconds=arguments.step_ms / 1000,
+        touch=lambda: memory.touch(WEIGHTS, CACHE, GRAPHS),
         fatal=_fatal,
     )
     labels = Labels(path, arguments.served_model_name or arguments.model)
-    admission = Admission(scheduler, config, labels, health_seconds=arguments.health_timeout, fatal=_fatal)
+    admission = Admission(
+        scheduler, config, labels, memory=memory, health_seconds=arguments.health_timeout, fatal=_fatal
+    )
     sites: list[web.TCPSite] = []
 
     def close_port() -> None:

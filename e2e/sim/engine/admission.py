@@ -18,11 +18,10 @@ from e2e.sim.model import ModelConfig
 
 from . import bodies
 from .labels import VERSION, Answer, Labels, Refused
+from .memory import TAGS, WEIGHTS, DeviceMemory
 from .scheduler import GenerateRequest, Sampling, Scheduler
 
 T = TypeVar("T")
-
-_MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Admission:
@@ -34,6 +33,7 @@ class Admission:
         config: ModelConfig,
         labels: Labels,
         *,
+        memory: DeviceMemory,
         health_seconds: float,
         fatal: Callable[[str], None],
     ) -> None:
@@ -48,7 +48,7 @@ class Admission:
         self._readers = 0
         self._writer = False
         self._flushing = False
-        self._released: set[str] = set()
+        self.memory = memory
 
     async def in_loop(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the scheduler's thread; it runs even when the caller stops waiting."""
@@ -207,30 +207,25 @@ class Admission:
             self._flushing = False
 
     async def release_memory(self, tags: list[str] | None) -> None:
-        """A no-op that says yes (no memory saver); with a request running the engine dies."""
+        """Give device memory back; with a request in the scheduler the engine dies."""
 
         def work() -> None:
             if not self.scheduler.flush():
-                self._fatal("AssertionError: release_memory_occupation should be called only when no ongoing request")
-            self._released.update(tags or _MEMORY_TAGS)
+                self._fatal("AssertionError: release_memory_occupation should be called only when server is idle.")
+            self.memory.release(tags)
+            if self.memory.saver and WEIGHTS in (tags or TAGS):
+                self.scheduler.weights.forget_extra()
 
         await self.in_loop(work)
 
     async def resume_memory(self, tags: list[str] | None) -> None:
-        """Take back what was released; a tag that is not released kills the engine."""
-
-        def work() -> None:
-            for tag in tags or _MEMORY_TAGS:
-                if tag not in self._released:
-                    self._fatal(f"KeyError: {tag!r}")
-                self._released.discard(tag)
-
-        await self.in_loop(work)
+        """Take back what was released."""
+        await self.in_loop(lambda: self.memory.resume(tags))
 
     async def server_info(self) -> Answer:
         """Goes through the scheduler, so it waits while that is stuck."""
         running = await self.in_loop(lambda: len(self.scheduler.running))
-        return self._labels.server_info(running, self._config.context_length)
+        return self._labels.server_info(running, self._config.context_length, memory_saver=self.memory.saver)
 
     def loads(self) -> Answer:
         """Request counts of the only data-parallel rank, from a snapshot (answers while the scheduler is stuck)."""

@@ -2,10 +2,11 @@
 
 Actions: ``delay`` (wait, then act), ``http500`` and ``http400`` (answer so), ``hang`` (never answer), ``die`` (exit at
 once), ``lie`` (do nothing and answer success), ``subset`` (load the first half of the tensors and answer success),
-``partial`` (the same, and answer 400), ``zombie`` (the core is dead: this and every later call gets no answer, the port
-is closed, and yet the process stays).
+``partial`` (the same, and answer 400), ``keep`` (a release of memory that answers success and frees nothing), ``late``
+(one whose memory is free only ``seconds`` after its answer), ``zombie`` (the core is dead: this and every later call
+gets no answer, the port is closed, and yet the process stays).
 ``when`` is ``before`` (default) or ``after`` the real work: a 500 after the work is a failure that was none. It means
-nothing to the last four.
+nothing from ``lie`` on.
 ``times`` limits how often it strikes (default: always). The file is read again at every call, so a test can change
 its mind; a changed rule starts to count anew.
 """
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ACTIONS = ("delay", "http500", "http400", "hang", "die", "lie", "subset", "partial", "zombie")
+ACTIONS = ("delay", "http500", "http400", "hang", "die", "lie", "subset", "partial", "keep", "late", "zombie")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One rule. ``seconds`` applies to ``delay``; ``times`` None means without limit."""
+    """One rule. ``seconds`` applies to ``delay`` and ``late``; ``times`` None means without limit."""
 
     action: str
     seconds: float = 1.0

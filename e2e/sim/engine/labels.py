@@ -45,7 +45,7 @@ class Labels:
             "model_type": "rlfleet-reference",
         }
 
-    def server_info(self, running: int, context_length: int) -> Answer:
+    def server_info(self, running: int, context_length: int, *, memory_saver: bool) -> Answer:
         """What the engine was started with, which weight changes do not touch."""
         return {
             **self.started_with,
@@ -56,5 +56,6 @@ class Labels:
             "version": VERSION,
             "weight_version": "default",
             "context_length": context_length,
+            "enable_memory_saver": memory_saver,
             "internal_states": [{"num_running_reqs": running}],
         }

@@ -86,7 +86,10 @@ class Counters:
 
 
 class Scheduler:
-    """The loop and its state. Other threads use :meth:`call` and :meth:`submit` only; ``fatal`` ends the process."""
+    """The loop and its state. Other threads use :meth:`call` and :meth:`submit` only.
+
+    ``touch`` is called before weights and cache are used; ``fatal`` ends the process.
+    """
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Scheduler:
         slots: int,
         seed: int,
         step_seconds: float = 0.0,
+        touch: Callable[[], None] = lambda: None,
         fatal: Callable[[str], None],
     ) -> None:
         self.weights = weights
@@ -109,6 +113,7 @@ class Scheduler:
         self._slots = slots
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._step_seconds = step_seconds
+        self._touch = touch
         self._fatal = fatal
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
@@ -210,6 +215,7 @@ class Scheduler:
             tokens[row, : len(values)] = values
         lengths = np.array([len(values) for values in new], np.int64)
         slots = np.array([r.slot for r in batch], np.int64)
+        self._touch()
         logits = self._model.forward(tokens, np.array(starts, np.int64), lengths, slots)
         for row, request in enumerate(batch):
             token, logprob = self._sample(logits[row].astype(np.float64), request)

@@ -146,6 +146,13 @@ class Server:
             self._updates.halve_next_load()
             response = await handler(request)
             return response if fault.action == "subset" else error(_DISCARD)
+        if fault is not None and fault.action in ("keep", "late"):
+            memory = self._admission.memory
+            memory.keep_next, memory.late_seconds = (
+                fault.action == "keep",
+                fault.seconds if fault.action == "late" else None,
+            )
+            return await handler(request)
         broken = await _strike(fault)
         if broken is not None:
             return broken

@@ -18,6 +18,7 @@ from . import bodies
 from .admission import Admission
 from .groups_api import GroupError, Groups
 from .labels import Answer, Labels, Refused, outcome
+from .memory import WEIGHTS
 from .weights import LoadError, WeightStore, combined
 
 
@@ -114,6 +115,7 @@ class Updates:
                 (name, RawTensor(dtype, tuple(shape), part))
                 for name, part, dtype, shape in zip(body.names, parts, body.dtypes, body.shapes, strict=True)
             ]
+            self._admission.memory.touch(WEIGHTS)
             try:
                 self._weights.load(tensors)
             except LoadError as error:
@@ -141,6 +143,7 @@ class Updates:
                     f"Failed to get weights iterator: {body.model_path} holds no weights",
                     num_paused_requests=held,
                 )
+            self._admission.memory.touch(WEIGHTS)
             try:
                 self._weights.load_directory(directory)
             except LoadError as error:
@@ -191,7 +194,12 @@ class Updates:
 
     async def weights_by_name(self, body: bodies.WeightsByName) -> list[Any]:
         """The first rows of one tensor. Refused for an unknown name."""
-        value = await self._in_loop(lambda: self._weights.get(body.name))
+
+        def work() -> Any:
+            self._admission.memory.touch(WEIGHTS)
+            return self._weights.get(body.name)
+
+        value = await self._in_loop(work)
         if value is None:
             raise Refused("Get parameter by name failed")
         return list(value[: body.truncate_size].tolist())
@@ -199,6 +207,7 @@ class Updates:
     async def check_weights(self, body: bodies.CheckWeights) -> Answer:
         """``checksum``: content hashes of the engine's own parameters; ``snapshot``, ``compare``, ``reset_tensors``."""
         store = self._weights
+        await self._in_loop(lambda: self._admission.memory.touch(WEIGHTS))
         if body.action == "checksum":
             sums = await self._in_loop(lambda: store.checksums(body.skip_tensor_list or ()))
             total = combined(sums)

@@ -7,7 +7,7 @@ written before stays written, as in the real engine ("partially updated").
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +32,31 @@ class WeightStore:
         config: ModelConfig,
         state: Mapping[str, Array],
         extra: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        new: Callable[[tuple[int, ...]], Array] = lambda shape: np.zeros(shape, np.float32),
     ) -> None:
         self.config = config
-        self.extra = {
-            name: RawTensor(dtype, shape, bytes(element_size(dtype) * int(np.prod(shape, dtype=np.int64))))
-            for name, (dtype, shape) in (extra or {}).items()
-        }
+        self._extra = dict(extra or {})
+        self.forget_extra()
         self._shapes = parameter_shapes(config)
         self._locations: dict[str, Location] = {}
         for name in self._shapes:
             at = fused_location(config, name)
             assert at is not None
             self._locations[name] = at
-        self.parameters: dict[str, Array] = {n: np.zeros(s, np.float32) for n, s in fused_shapes(config).items()}
+        self.parameters: dict[str, Array] = {n: new(s) for n, s in fused_shapes(config).items()}
         #: Parameters hash as empty input, whatever they hold.
         self.packed = False
         self._snapshot: dict[str, str] | None = None
         #: A scripted fault: the next call that loads takes only the first half of its tensors.
         self.halve_next_load = False
         self.load(state.items())
+
+    def forget_extra(self) -> None:
+        """What is kept as bytes is gone, as it is when the memory of all weights is given back."""
+        self.extra = {
+            name: RawTensor(dtype, shape, bytes(element_size(dtype) * int(np.prod(shape, dtype=np.int64))))
+            for name, (dtype, shape) in self._extra.items()
+        }
 
     def load(self, tensors: Iterable[tuple[str, Array | RawTensor]]) -> int:
         """Write tensors by their checkpoint names; returns how many were known. LoadError for one that does not fit.

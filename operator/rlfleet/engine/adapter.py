@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from rlfleet.api.wire import PauseMode
+from rlfleet.api.wire import MemoryTag, PauseMode
 
 
 class Capability(StrEnum):
@@ -50,6 +50,8 @@ class Facts:
     layout: str
     model: str
     capabilities: frozenset[Capability]
+    memory_tags: tuple[MemoryTag, ...] = ()
+    """Parts of device memory that it can give back (with capability Offload)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class EngineAdapter(Protocol):
     """One engine process. All durations are seconds."""
 
     type: str
+    offload_remedy: str
+    """What to set so that an engine of this type can give memory back."""
     default_pause: PauseMode
     """How this type holds running requests unless told otherwise: none is lost, and caches can be flushed after it."""
 
@@ -153,5 +157,18 @@ class EngineAdapter(Protocol):
     async def probe(self, seconds: float) -> Token:
         """Generate one greedy token for a fixed prompt, as a user's request would; Refused when none comes."""
 
-    async def idle(self, seconds: float) -> bool:
-        """Whether nothing that was asked of the engine before is still in progress (False: not proven)."""
+    async def idle(self, seconds: float, *, memory_here: bool) -> bool:
+        """Whether nothing that was asked of the engine before is still in progress (False: not proven).
+
+        ``memory_here`` False: ask it nothing that reads device memory, for some of that is given back.
+        """
+
+    async def release_memory(self, tag: MemoryTag, *, seconds: float) -> None:
+        """Give one tag back, once. Returns when the engine says so, which does not say that memory is free.
+
+        The caller knows that the engine is paused and idle and that the tag is here: anything else may kill it. After
+        any failure but NotSent the tag may be here or gone.
+        """
+
+    async def resume_memory(self, tag: MemoryTag, *, seconds: float) -> None:
+        """Take one tag back, once; the caller knows that it is given back. What weights held is gone."""

@@ -8,6 +8,10 @@ Facts this rests on (SGLang 0.5.23 and neighbours):
 - versions since the middle of 2026 demand a begin/end session around broadcast updates, older ones do not have it;
 - the defaults of ``flush_cache`` and ``abort_all_requests`` would flush under load or abort every running request, so
   both are always sent as false and flushing is a step of its own;
+- ``/release_memory_occupation`` answers 200 without the memory saver too, and then frees nothing. With a request in
+  the scheduler, or for a tag that is given back already, it ends the server; so does ``/resume_memory_occupation``
+  for a tag that is here, and when the device has no room. Neither may be repeated, and neither answer proves anything
+  about the device. What was in ``weights`` is gone. A 400 comes for a bad body and for a failure in mid-work alike;
 - with an admin key set, control paths take only that key and all others only the user key.
 """
 
@@ -20,7 +24,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rlfleet.api.wire import PauseMode
+from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
 
@@ -37,6 +41,8 @@ POLL_MIN, POLL_MAX = 0.01, 0.5
 PROBE_PROMPT = [1, 2, 3, 5, 8, 13, 21]
 
 _SESSION = "/begin_weight_update"
+_RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+_TAGS = {MemoryTag.WEIGHTS: "weights", MemoryTag.KV_CACHE: "kv_cache", MemoryTag.CUDA_GRAPH: "cuda_graph"}
 _PROBED = {
     "/update_weights_from_disk": Capability.SERIALIZED,
     "/update_weights_from_distributed": Capability.BROADCAST,
@@ -53,6 +59,7 @@ class SGLangAdapter:
 
     type = "SGLang"
     default_pause = PauseMode.RETRACT
+    offload_remedy = "add --enable-memory-saver to its arguments"
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
         self._http = JsonClient(url)
@@ -70,11 +77,13 @@ class SGLangAdapter:
         """Detect version, layout and capabilities. Goes through the scheduler, so it waits while that is blocked."""
         info = await self._get("/server_info", "/get_server_info", seconds)
         capabilities = {Capability.PAUSE_ABORT, Capability.PAUSE_WAIT}
-        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION)))
+        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION, _RELEASE)))
         for (_, capability), there in zip(_PROBED.items(), exists, strict=False):
             if there:
                 capabilities.add(capability)
-        self._sessions = exists[-1]
+        self._sessions = exists[-2]
+        if exists[-1] and info.get("enable_memory_saver") is True:
+            capabilities.add(Capability.OFFLOAD)
         if _int(info.get("dp_size")) not in (None, 1):
             # The engine itself refuses a broadcast group over data-parallel replicas.
             capabilities.discard(Capability.BROADCAST)
@@ -90,6 +99,7 @@ class SGLangAdapter:
             layout=hashlib.sha256(text.encode()).hexdigest()[:16],
             model=str(info.get("served_model_name") or info.get("model_path") or ""),
             capabilities=frozenset(capabilities),
+            memory_tags=tuple(_TAGS) if Capability.OFFLOAD in capabilities else (),
         )
 
     async def _exists(self, path: str, seconds: float) -> bool:
@@ -293,12 +303,27 @@ class SGLangAdapter:
             raise Refused("POST /generate", 200, f"not one token: {explain(answer)}")
         return Token(token, _text(meta.get("weight_version")))
 
-    async def idle(self, seconds: float) -> bool:
-        """A checksum passes the scheduler behind everything asked before it: its answer proves that all is done."""
+    async def idle(self, seconds: float, *, memory_here: bool) -> bool:
+        """A checksum passes the scheduler behind everything asked before it: its answer proves that all is done.
+
+        Weights that are given back can not be read without ending the server; the resolved arguments then pass the
+        scheduler in its place. All that may have been asked of such an engine is to pause.
+        """
         try:
+            if not memory_here:
+                await self._get("/server_info", "/get_server_info", seconds)
+                return True
             return await self.checksum(seconds) is not None
         except CallError:
             return False
+
+    async def release_memory(self, tag: MemoryTag, *, seconds: float) -> None:
+        """Give one tag back; asked once."""
+        await self._control(_RELEASE, {"tags": [_TAGS[tag]]}, seconds)
+
+    async def resume_memory(self, tag: MemoryTag, *, seconds: float) -> None:
+        """Take one tag back; asked once."""
+        await self._control(_RESUME, {"tags": [_TAGS[tag]]}, seconds)
 
     async def _control(self, path: str, body: dict[str, Any], seconds: float) -> Answer:
         answer = await self._http.call("POST", path, seconds=seconds, body=body, headers=self._admin)

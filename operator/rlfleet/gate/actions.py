@@ -1,4 +1,4 @@
-"""What each order does, apart from loading (loads.py): pause, resume, publish, routing, staging.
+"""What each order does: pause, resume, publish, routing, staging. Loading is in loads.py, device memory in memory.py.
 
 Every action has a ``check`` that refuses before anything is logged or touched, and a ``run`` that ends with a result
 or raises. Invariants:
@@ -38,6 +38,7 @@ from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS, now_ms
 from rlfleet.gate.staging import Staging
+from rlfleet.gate.tags import MEMORY_KINDS
 
 #: Seconds to see the engine admit requests before a pause (its own health check takes at least one).
 HEAL_SECONDS = 20.0
@@ -146,6 +147,8 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
     if view.admitting is False and ctx.store.paused:
         return
     seen = ctx.store.seen_admitting
+    if seen and view.reachable and not ctx.store.memory.all_here:
+        return  # healing may generate a token, which an engine without its memory does not survive
     heal = max(min(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS, ends - time.monotonic()), MIN_SECONDS)
     if view.admitting or await ctx.engine.adapter.heal_readiness(heal):
         if not seen:
@@ -157,8 +160,13 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
 
 
 async def _settle_by_pause(ctx: GateContext) -> None:
-    unsettled = [r.id for r in ctx.store.unsettled() if r.kind not in rules.ROUTING_KINDS]
-    if unsettled and await ctx.engine.adapter.idle(ENGINE_SECONDS):
+    memory = ctx.store.memory
+    unsettled = [
+        r.id
+        for r in ctx.store.unsettled()
+        if r.kind not in rules.ROUTING_KINDS and not (r.kind in MEMORY_KINDS and memory.in_between)
+    ]
+    if unsettled and await ctx.engine.adapter.idle(ENGINE_SECONDS, memory_here=memory.all_here):
         ctx.store.settle(unsettled)
 
 
@@ -322,14 +330,6 @@ async def _at_each(routers: list[RouterEndpoint], call: Callable[[RouterEndpoint
         if isinstance(answer, BaseException):
             raise answer
     return answers
-
-
-# ---------------------------------------------------------------------------------------------- memory
-
-
-async def check_offload(ctx: GateContext, _: OperationRequest) -> None:
-    """Refuse an engine that can not give memory back."""
-    raise GateError(ErrorReason.UNSUPPORTED, f"{ctx.engine.adapter.type} can not release memory under this gate")
 
 
 # ---------------------------------------------------------------------------------------------- staging

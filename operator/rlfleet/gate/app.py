@@ -9,12 +9,12 @@ from collections.abc import Callable
 from rlfleet import __version__
 from rlfleet.api.wire import (
     PROTOCOL_VERSION,
-    DeviceReport,
     EngineReport,
     FenceRequest,
     GateStatus,
     Held,
 )
+from rlfleet.devices import Devices, of_pod
 from rlfleet.engine import View, make_adapter
 from rlfleet.gate.admission import AdmissionControl
 from rlfleet.gate.closing import UnprovenCloser, WedgeWatch
@@ -48,6 +48,7 @@ class Gate:
             area=StagingArea(config.staging_dir, config.capacity_bytes),
             engine=EngineLink(adapter, self.store),
             routers=Routers(self.store),
+            devices=Devices(config.node, config.devices, is_own=of_pod(config.pod_uid)),
             metrics=GateMetrics(),
         )
         self.operations = Operations(self.ctx, on_fatal)
@@ -79,6 +80,7 @@ class Gate:
         await self.operations.stop(STOP_SECONDS)
         await self.ctx.engine.close()
         await self.ctx.routers.close()
+        self.ctx.devices.close()
         self.store.close()
 
     async def is_closed(self) -> bool:
@@ -101,7 +103,9 @@ class Gate:
 
     async def status(self) -> GateStatus:
         """Everything known of this engine process, read now."""
-        (_, report), routed = await asyncio.gather(self._observe(), self.ctx.routers.routed())
+        (_, report), routed, devices = await asyncio.gather(
+            self._observe(), self.ctx.routers.routed(), self.ctx.devices.report()
+        )
         facts = await self.ctx.engine.facts()
         store, enrolment, fence = self.store, self.store.enrolment, self.store.fence
         staging, uncertain = self.ctx.area.staging, self.operations.uncertain
@@ -131,12 +135,9 @@ class Gate:
             staged=staging.report() if staging else None,
             staging_capacity_bytes=self.ctx.area.usable_bytes,
             routed=routed,
-            devices=self._devices(),
+            devices=devices,
+            released=store.memory.released,
+            releasing=bool(store.memory.in_between),
             startup=self.startup.problem,
             attempts=store.attempts(),
         )
-
-    def _devices(self) -> DeviceReport:
-        if self.config.devices is None:
-            return DeviceReport(source="Unknown", node=self.config.node)
-        return DeviceReport(source="Declared", node=self.config.node, uuids=self.config.devices)

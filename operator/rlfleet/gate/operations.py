@@ -27,7 +27,7 @@ from rlfleet.api.wire import (
     order_identity,
 )
 from rlfleet.calls import CallError
-from rlfleet.gate import actions, loads, rules
+from rlfleet.gate import actions, loads, memory, rules, tags
 from rlfleet.gate.actions import Action, no_check
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
@@ -46,8 +46,8 @@ ACTIONS: dict[str, Action] = {
     "Open": Action(actions.check_open, actions.open_routes),
     "Close": Action(no_check, actions.close_routes),
     "Discard": Action(no_check, actions.discard),
-    "Release": Action(actions.check_offload, actions.discard),
-    "Wake": Action(actions.check_offload, actions.discard),
+    "Release": Action(memory.check_release, memory.release),
+    "Wake": Action(memory.check_wake, memory.wake),
 }
 
 
@@ -88,7 +88,7 @@ class Operations:
         store = self._ctx.store
         with store.transaction():
             for record in store.running():
-                state, settled = rules.after_restart(record.kind)
+                state, settled = rules.after_restart(record.kind, in_between=bool(store.memory.in_between))
                 reason = ErrorReason.INTERNAL if settled else ErrorReason.UNCERTAIN
                 error = ErrorBody(reason=reason, message="the gate restarted while this operation ran")
                 log.warning("operation %s (%s) has no recorded end: %s", record.id, record.kind, state)
@@ -110,6 +110,7 @@ class Operations:
                 return record, False
             rules.nothing_unsettled(kind, self._ctx.store.unsettled())
             rules.nothing_runs(self._current)
+            tags.memory_is_here(kind, self._ctx.store.memory)
             await action.check(self._ctx, request)
             rules.not_fenced_off(self._ctx.store.fence, Fence(request.pipeline, request.operation, request.generation))
             record = OperationRecord(
@@ -136,7 +137,7 @@ class Operations:
             return True
         if not view.admitting:
             # Still starting, or its last health check failed. Without the lock, so that orders need not wait for it.
-            if view.reachable and not self._orders_decide():
+            if view.reachable and not self._orders_decide() and self._ctx.store.memory.all_here:
                 await self._ctx.engine.adapter.heal_readiness(actions.HEAL_AGAIN_SECONDS)
             return False
         async with self._starting:
@@ -155,7 +156,7 @@ class Operations:
         stuck = [r for r in self._ctx.store.unsettled() if _is_wedged(r)]
         if not stuck or self._busy() or await actions.is_paused(self._ctx) is not True:
             return False
-        if not await self._ctx.engine.adapter.idle(actions.ENGINE_SECONDS):
+        if not await self._ctx.engine.adapter.idle(actions.ENGINE_SECONDS, memory_here=True):
             return False
         async with self._starting:
             if self._busy():  # an order came while the engine was asked

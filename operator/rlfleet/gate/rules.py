@@ -23,6 +23,7 @@ from rlfleet.api.wire import (
     VerifyOrder,
 )
 from rlfleet.gate.errors import GateError
+from rlfleet.gate.tags import MEMORY_KINDS
 
 #: Accepted while an earlier operation's effect is unknown.
 SAFE_KINDS = frozenset({"Pause", "Close"})
@@ -70,10 +71,13 @@ def not_fenced_off(held: Fence, asked: Fence) -> None:
         raise GateError(ErrorReason.STALE_FENCE, "a higher generation was stored meanwhile", held=held)
 
 
-def after_restart(kind: str) -> tuple[OperationState, bool]:
-    """What an operation without a recorded end means to a restarted gate: its state, and whether it is settled."""
-    local = kind in LOCAL_KINDS
-    return (OperationState.FAILED if local else OperationState.UNKNOWN), local
+def after_restart(kind: str, *, in_between: bool = False) -> tuple[OperationState, bool]:
+    """What an operation without a recorded end means to a restarted gate: its state, and whether it is settled.
+
+    A release or wake is known to the tag: only one that died with a tag ``in_between`` left something unknown.
+    """
+    known = kind in LOCAL_KINDS or (kind in MEMORY_KINDS and not in_between)
+    return (OperationState.FAILED if known else OperationState.UNKNOWN), known
 
 
 # ---------------------------------------------------------------------------------------------- the engine
@@ -129,6 +133,7 @@ def may_verify(latest: LoadRecord | None, order: VerifyOrder) -> LoadRecord:
         )
     if latest.state is not OperationState.SUCCEEDED:
         raise GateError(ErrorReason.NOT_PROVEN, f"the load of version {latest.version} is {latest.state}")
+    _not_released(latest)
     return latest
 
 
@@ -143,11 +148,19 @@ def may_publish(latest: LoadRecord | None, order: PublishOrder) -> LoadRecord:
             f"the latest load is version {latest.version} ({latest.manifest_digest}), {latest.state}, "
             f"{'verified' if latest.verified else 'not verified'}",
         )
+    _not_released(latest)
     if order.engine_digest is not None and order.engine_digest != latest.engine_digest:
         raise GateError(
             ErrorReason.DIGEST_MISMATCH, f"the engine's checksum is {latest.engine_digest}, not {order.engine_digest}"
         )
     return latest
+
+
+def _not_released(latest: LoadRecord) -> None:
+    if latest.released:
+        raise GateError(
+            ErrorReason.NOT_PROVEN, f"memory was released after the load of version {latest.version}; load again"
+        )
 
 
 def has_changed(before: str | None, after: str | None, *, proven: str | None, manifest_digest: str) -> bool | None:

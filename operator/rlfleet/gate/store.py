@@ -20,6 +20,7 @@ from typing import Any
 
 from rlfleet.api.fencing import Fence
 from rlfleet.api.wire import EnrollRequest, HoldsRecord, LoadRecord, OperationRecord, OperationState
+from rlfleet.gate.tags import MemoryRecord
 
 SCHEMA = 1
 #: Operations kept in the log; far more than one round needs, so attempts of the latest operations are always known.
@@ -185,6 +186,15 @@ class Store:
     @load_context.setter
     def load_context(self, value: dict[str, Any]) -> None:
         self._put("loadContext", value)
+
+    @property
+    def memory(self) -> MemoryRecord:
+        """Which parts of the engine's device memory are given back, or may be."""
+        return MemoryRecord.of(self._get("memory"))
+
+    @memory.setter
+    def memory(self, value: MemoryRecord) -> None:
+        self._put("memory", value.durable())
 
     @property
     def router_add_since_ms(self) -> int | None:

@@ -124,6 +124,7 @@ def _identity(pool: Mapping[str, Any], index: int) -> list[Obj]:
     model = engine_of(pool).get("model")
     return [
         _field("RLFLEET_POD_IP", "status.podIP"),
+        _field("RLFLEET_POD_UID", "metadata.uid"),
         _value("RLFLEET_PIPELINE", pool["spec"]["pipeline"]),
         _value("RLFLEET_POOL", name),
         _value("RLFLEET_ENGINE_NAME", naming.engine_name(name, index)),
@@ -179,7 +180,6 @@ def _gate_container(
     )
     env = [
         *copy.deepcopy(identity),
-        _field("RLFLEET_POD_UID", "metadata.uid"),
         _field("RLFLEET_POD_NAME", "metadata.name"),
         _field("RLFLEET_POD_NAMESPACE", "metadata.namespace"),
         _field("RLFLEET_NODE_NAME", "spec.nodeName"),

@@ -53,6 +53,9 @@ class LoadRecord(Report):
     state: OperationState
     verified: bool = False
     published: bool = False
+    released: bool = Field(
+        default=False, description="the engine gave memory back since: nothing of it can be relied on"
+    )
     engine_digest: str | None = None
 
 
