@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlfleet.api.wire import PauseMode
+from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Capability, SGLangAdapter, make_adapter
 from tests.gate.kit import Engine, address, free_port
@@ -101,7 +101,7 @@ async def test_against_the_reference_engine(engine: Engine) -> None:
     assert (await adapter.view(5)).admitting is False
     await adapter.flush(5)
     assert await adapter.write_label("3", 5) == "3"
-    assert await adapter.idle(5) is True
+    assert await adapter.idle(5, memory_here=True) is True
     await adapter.resume()
     assert (await adapter.view(5)).admitting is True
     await adapter.leave_group("never-made", 5)
@@ -305,6 +305,45 @@ async def test_silence_and_absence_are_different(server: Server, adapter: SGLang
     assert (view.reachable, view.admitting) == (False, None)
     await silent.close()
     await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("saver", "missing", "offers"),
+    [
+        ({"enable_memory_saver": True}, set(), True),
+        ({"enable_memory_saver": False}, set(), False),  # its release would say 200 and free nothing
+        ({}, set(), False),
+        ({"enable_memory_saver": True}, {"/release_memory_occupation"}, False),
+    ],
+)
+async def test_offload_needs_the_memory_saver(
+    server: Server, adapter: SGLangAdapter, saver: dict[str, bool], missing: set[str], offers: bool
+) -> None:
+    server.answer("GET", "/server_info", (200, INFO | saver))
+    server.missing = missing
+    facts = await adapter.facts(5)
+    assert (Capability.OFFLOAD in facts.capabilities, bool(facts.memory_tags)) == (offers, offers)
+
+
+async def test_memory_moves_one_tag_at_a_time_and_is_asked_once(server: Server, adapter: SGLangAdapter) -> None:
+    for tag in MemoryTag:
+        await adapter.release_memory(tag, seconds=5)
+        await adapter.resume_memory(tag, seconds=5)
+    wanted = [{"tags": ["weights"]}, {"tags": ["kv_cache"]}, {"tags": ["cuda_graph"]}]
+    assert server.sent("/release_memory_occupation") == server.sent("/resume_memory_occupation") == wanted
+    server.answer("POST", "/resume_memory_occupation", (400, {"message": "no"}))
+    with pytest.raises(Refused):
+        await adapter.resume_memory(MemoryTag.WEIGHTS, seconds=5)
+    assert len(server.sent("/resume_memory_occupation")) == 4
+
+
+async def test_an_engine_without_its_memory_is_proven_idle_without_a_checksum(
+    server: Server, adapter: SGLangAdapter
+) -> None:
+    assert await adapter.idle(5, memory_here=False) is True
+    assert server.sent("/weights_checker") == []
+    server.answer("GET", "/server_info", (500, {}))
+    assert await adapter.idle(5, memory_here=False) is False
 
 
 def test_unknown_engines_are_refused() -> None:
