@@ -285,7 +285,7 @@ async def test_silence_and_absence_are_different(server: Server, adapter: SGLang
     with pytest.raises(NotSent):
         await nobody.load_directory("/d", seconds=1)
     assert (await nobody.view(1)).reachable is False
-    assert await nobody.idle(1) is False
+    assert await nobody.idle(1, memory_here=True) is False
     await nobody.close()
 
     async def hang(_: web.Request) -> web.Response:
