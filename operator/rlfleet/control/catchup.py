@@ -7,7 +7,7 @@ it created one finds it again; whether it still makes sense is decided anew when
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels, naming
@@ -17,6 +17,7 @@ from rlfleet.control.rounds.catchup_ready import transporting
 from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import API_SECONDS, Ledger
+from rlfleet.control.rounds.objects import kind_of
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.kube.errors import AlreadyExists
 from rlfleet.kube.resources import SYNCROUNDS
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Obj = dict[str, Any]
-
-
-def kind_of(obj: Mapping[str, Any]) -> str:
-    """Refresh or CatchUp."""
-    return str(obj["spec"].get("kind") or "Refresh")
 
 
 def failures_of(rounds: Iterable[Obj], manifest_digest: str) -> tuple[Failure, ...]:

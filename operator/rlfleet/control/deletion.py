@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
-from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
-from rlfleet.api.timestamps import rfc3339
+from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason
 from rlfleet.api.v1alpha1.rlpipeline import OperationKind
-from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.peers import Caller
 from rlfleet.control.queue import After, Done, Result
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import API_SECONDS, WRITE_TRIES, Ledger
-from rlfleet.control.rounds.objects import is_terminal
+from rlfleet.control.rounds.objects import is_terminal, kind_of
 from rlfleet.control.rounds.outcome import settled
+from rlfleet.control.rounds.settling import end_round
+from rlfleet.control.saying import say
 from rlfleet.control.slot import keep_slot, own_work, take_slot
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
@@ -130,27 +130,9 @@ async def _say_waiting(ctx: Context, pipeline: Obj) -> None:
         return  # the final claim says for itself what it waits for
     listed = await ctx.kube.at(Priority.DELETE).list(SYNCROUNDS, meta["namespace"], timeout=API_SECONDS)
     message = waits_for(listed.items, active, ())
-    wanted = set_condition(
-        status.get("conditions") or [],
-        PipelineCondition.PROGRESSING,
-        ConditionStatus.TRUE,
-        Reason.TERMINATING,
-        message,
-        int(meta.get("generation") or 0),
-        rfc3339(ctx.now_ms()),
-    )
-    if message and wanted != status.get("conditions"):
-        try:
-            await ctx.kube.at(Priority.DELETE).patch_status(
-                RLPIPELINES,
-                meta["namespace"],
-                meta["name"],
-                resource_version=meta["resourceVersion"],
-                status={"conditions": wanted},
-                timeout=API_SECONDS,
-            )
-        except (Conflict, NotFound):
-            return  # it moved on; the next look says what is true then
+    if message:
+        kube, kind = ctx.kube.at(Priority.DELETE), PipelineCondition.PROGRESSING
+        await say(ctx, kube, RLPIPELINES, pipeline, kind, ConditionStatus.TRUE, Reason.TERMINATING, message)
 
 
 # ---------------------------------------------------------------------------------------------- pipeline
@@ -165,7 +147,7 @@ async def end_pipeline(
     open an engine afterwards. Pools outlive their pipeline; their engines stay closed until another pipeline of that
     name takes them over. ``blocked``: why nothing can be claimed; then the ceiling decides.
     """
-    await _end_rounds(ctx, ledger, rounds)
+    await _end_rounds(ledger, rounds)
     if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
         return Done()  # never claimed: its gates have never opened an engine
     if blocked is not None:
@@ -177,11 +159,16 @@ async def end_pipeline(
     return Done()
 
 
-async def _end_rounds(ctx: Context, ledger: Ledger, rounds: Iterable[Obj]) -> None:
+async def _end_rounds(ledger: Ledger, rounds: Iterable[Obj]) -> None:
     for r in rounds:
-        ledger.round = r
         if not is_terminal(r):
-            await _refuse(ctx, ledger)
+            message = (
+                f"RLPipeline {ledger.name} is being deleted: it takes no rounds any more. Wait until it is gone, "
+                "create it again, and sync with the new one"
+            )
+            await end_round(ledger, r, outcome="Cancelled", reason=Reason.PIPELINE_DELETING, message=message)
+            continue
+        ledger.round = r
         await ledger.set_finalizer(False)
     ledger.round = None
 
@@ -191,25 +178,6 @@ async def _late_rounds(ledger: Ledger) -> list[Obj]:
     listed = await ledger.kube.list(SYNCROUNDS, ledger.namespace, timeout=API_SECONDS)
     mine = [r for r in listed.items if r["spec"]["pipeline"] == ledger.name and belongs(r, pipeline=ledger.uid)]
     return [r for r in mine if not is_terminal(r)]
-
-
-async def _refuse(ctx: Context, ledger: Ledger) -> None:
-    assert ledger.round is not None
-    await ledger.write_round(
-        settled(
-            ledger.round,
-            outcome="Cancelled",
-            stage=str(ledger.round_status.get("phase") or "Pending"),
-            reason=Reason.PIPELINE_DELETING,
-            message=f"RLPipeline {ledger.name} is being deleted: it takes no rounds any more. Wait until it is gone, "
-            "create it again, and sync with the new one",
-            committed=False,
-            now_ms=ctx.now_ms(),
-        ),
-        op=AttemptOp.SETTLE,
-        what="Cancelled",
-    )
-    ctx.metrics.round_finished("Cancelled")
 
 
 async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
@@ -231,7 +199,7 @@ async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> No
         await view.write_if_changed((Reason.TERMINATING, left), trouble=None)
         await asyncio.sleep(LOOK_SECONDS)
         await ledger.still_ours()
-        await _end_rounds(ctx, ledger, await _late_rounds(ledger))
+        await _end_rounds(ledger, await _late_rounds(ledger))
         if not holds_up(ledger.pipeline, FINALIZERS[RLPIPELINES.plural]):
             return  # the ceiling was reached
         caller = await keep_slot(ledger, fleet, operation, deadline=clock)
@@ -286,10 +254,8 @@ async def bury(ctx: Context, namespace: str, rounds: Iterable[Obj]) -> None:
             end = settled(
                 r,
                 outcome="Failed",
-                stage=str(status.get("phase") or "Pending"),
                 reason=Reason.PIPELINE_NOT_FOUND,
                 message="its RLPipeline was deleted while it ran; engines that it had closed stay closed",
-                committed=bool(status.get("committed")),
                 now_ms=ctx.now_ms(),
             )
             try:
@@ -303,7 +269,7 @@ async def bury(ctx: Context, namespace: str, rounds: Iterable[Obj]) -> None:
                 )
             except NotFound:
                 continue
-            ctx.metrics.round_finished("Failed")
+            ctx.metrics.round_finished("Failed", kind_of(r))
         if finalizer:
             await release(ctx, SYNCROUNDS, r)
 

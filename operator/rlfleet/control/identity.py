@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.rlpipeline import OperationKind
-from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.objects import is_terminal
-from rlfleet.control.rounds.outcome import settled
+from rlfleet.control.rounds.settling import end_round
 from rlfleet.control.slot import own_work, paused_budget, take_slot
 from rlfleet.plan.identity import Shown, Stray, is_outlived, is_poisoned, last_shown, still_committed
 
@@ -117,22 +116,10 @@ async def settle_outlived(ctx: Context, ledger: Ledger, view: PipelineView, roun
         leased = int(((r.get("status") or {}).get("lease") or {}).get("generation") or 0)
         if is_terminal(r) or not is_outlived(uid=r["metadata"]["uid"], leased=leased, shown=shown):
             continue
-        ledger.round = r
-        await ledger.write_round(
-            settled(
-                r,
-                outcome="Failed",
-                stage=str(ledger.round_status.get("phase") or "Pending"),
-                reason=Reason.STATUS_LOST,
-                message=f"the round was claimed under generation {leased}, and gates hold generation "
-                f"{shown.generation} of other work: its status was set back to before its end. Sync again",
-                committed=bool(ledger.round_status.get("committed")),
-                now_ms=ctx.now_ms(),
-            ),
-            op=AttemptOp.SETTLE,
-            what="Failed",
+        message = (
+            f"the round was claimed under generation {leased}, and gates hold generation {shown.generation} of other "
+            "work: its status was set back to before its end. Sync again"
         )
-        await ledger.set_finalizer(False)
-        ctx.metrics.round_finished("Failed")
+        await end_round(ledger, r, outcome="Failed", reason=Reason.STATUS_LOST, message=message)
         ended.add(r["metadata"]["uid"])
     return ended

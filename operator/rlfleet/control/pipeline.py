@@ -17,9 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
-from rlfleet.api.timestamps import rfc3339
-from rlfleet.api.v1alpha1.syncround_status import AttemptOp
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition
 from rlfleet.control import catchup
 from rlfleet.control.deletion import bury, end_pipeline
 from rlfleet.control.identity import (
@@ -40,10 +38,11 @@ from rlfleet.control.repair.rules import RuleName, Rules
 from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundGone, RoundStatusLost
-from rlfleet.control.rounds.objects import is_terminal, ref_of
-from rlfleet.control.rounds.outcome import settled
+from rlfleet.control.rounds.objects import is_terminal, kind_of, ref_of
 from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.control.rounds.settling import end_round
+from rlfleet.control.saying import say, with_condition
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
@@ -163,25 +162,18 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     elif active:
         open_rounds.pop(active["uid"], None)
     todo = _triage(ctx, view, open_rounds.values(), replaced, blocked)
-    catch_ups = [ref_of(r) for r in open_rounds.values() if catchup.kind_of(r) == "CatchUp"]
+    catch_ups = [ref_of(r) for r in open_rounds.values() if kind_of(r) == "CatchUp"]
     ends, behind = triage_catch_ups(catch_ups, refresh=todo.run, committed=ledger.committed, sender=sender.status)
     for end in (*todo.settle, *ends):
-        ledger.round = open_rounds[end.round.uid]
-        await ledger.write_round(
-            settled(
-                ledger.round,
-                outcome=end.outcome,
-                stage="Pending",
-                reason=end.reason,
-                message=end.message,
-                committed=end.outcome == "Succeeded",
-                now_ms=ctx.now_ms(),
-            ),
-            op=AttemptOp.SETTLE,
-            what=end.outcome,
+        await end_round(
+            ledger,
+            open_rounds[end.round.uid],
+            outcome=end.outcome,
+            stage="Pending",
+            reason=end.reason,
+            message=end.message,
+            committed=end.outcome == "Succeeded",
         )
-        await ledger.set_finalizer(False)
-        ctx.metrics.round_finished(end.outcome, end.round.kind)
     if todo.run is not None:
         ledger.round = open_rounds[todo.run.uid]
         await _execute(ctx, ledger, sender, view)
@@ -246,7 +238,7 @@ def _triage(
     """Sort the unclaimed rounds by what is observed now; engines in ``replaced`` take part in nothing."""
     live = [e for e in view.fleet.engines.values() if not e.gone and not e.dropped and e.name not in replaced]
     return triage(
-        [ref_of(r) for r in rounds if catchup.kind_of(r) == "Refresh"],
+        [ref_of(r) for r in rounds if kind_of(r) == "Refresh"],
         committed=view.ledger.committed,
         sender=None if blocked else view.sender.status,
         sender_problem=blocked or view.sender.problem,
@@ -290,25 +282,18 @@ async def _repair_engines(
 
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
     assert ledger.round is not None
-    run = CatchUp(ctx, ledger, sender) if catchup.kind_of(ledger.round) == "CatchUp" else Executor(ctx, ledger, sender)
+    run = CatchUp(ctx, ledger, sender) if kind_of(ledger.round) == "CatchUp" else Executor(ctx, ledger, sender)
     run.pipeline_status = view.bind(run.fleet)
     await run.execute(view.sender_status())
 
 
 async def _say_waiting(ctx: Context, ledger: Ledger, waiting: RoundRef, why: tuple[Reason, str]) -> None:
     assert ledger.round is not None
-    status = ledger.round_status
-    wanted = set_condition(
-        status.get("conditions") or [],
-        RoundCondition.PROGRESSING,
-        ConditionStatus.TRUE,
-        why[0],
-        why[1],
-        int(ledger.round["metadata"].get("generation") or 0),
-        rfc3339(ctx.now_ms()),
-    )
-    if status.get("phase") != "Pending" or wanted != status.get("conditions"):
-        await ledger.write_round({"phase": "Pending", "conditions": wanted})
+    kind = RoundCondition.PROGRESSING
+    conditions = with_condition(ctx, ledger.round, kind, ConditionStatus.TRUE, *why)
+    if ledger.round_status.get("phase") != "Pending" or conditions is not None:
+        conditions = conditions or ledger.round_status["conditions"]
+        await ledger.write_round({"phase": "Pending", "conditions": conditions})
 
 
 def _last_trouble(pipeline: Obj, rounds: list[Obj]) -> tuple[Reason, str] | None:
@@ -334,26 +319,12 @@ def _trouble(ctx: Context, view: PipelineView, pipeline: Obj, rounds: list[Obj])
 async def _say_no_pipeline(ctx: Context, namespace: str, name: str, rounds: list[Obj]) -> None:
     """A round for a pipeline that does not exist says so; creating the pipeline sets it going."""
     kube = ctx.kube.at(Priority.RESYNC)
+    message = (
+        f"there is no RLPipeline {name!r} in namespace {namespace!r}: create it, or delete this round and name another "
+        "one in spec.pipeline"
+    )
+    kind, reason = RoundCondition.PROGRESSING, Reason.PIPELINE_NOT_FOUND
     for r in rounds:
-        status = r.get("status") or {}
         if is_terminal(r) or "deletionTimestamp" in r["metadata"] or r["metadata"].get("ownerReferences"):
             continue
-        wanted = set_condition(
-            status.get("conditions") or [],
-            RoundCondition.PROGRESSING,
-            ConditionStatus.FALSE,
-            Reason.PIPELINE_NOT_FOUND,
-            f"there is no RLPipeline {name!r} in namespace {namespace!r}: create it, or delete this round "
-            "and name another one in spec.pipeline",
-            int(r["metadata"].get("generation") or 0),
-            rfc3339(ctx.now_ms()),
-        )
-        if wanted != status.get("conditions"):
-            await kube.patch_status(
-                SYNCROUNDS,
-                namespace,
-                r["metadata"]["name"],
-                resource_version=r["metadata"]["resourceVersion"],
-                status={"phase": "Pending", "conditions": wanted},
-                timeout=API_SECONDS,
-            )
+        await say(ctx, kube, SYNCROUNDS, r, kind, ConditionStatus.FALSE, reason, message, phase="Pending")

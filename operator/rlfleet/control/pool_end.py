@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
-from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason
+from rlfleet.api.timestamps import epoch_ms
 from rlfleet.control import pool_pods
 from rlfleet.control.context import Context
 from rlfleet.control.deletion import release
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result
 from rlfleet.control.routers import Resolved, RouterClients
+from rlfleet.control.saying import say
 from rlfleet.kube.client import Obj
-from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS
 from rlfleet.plan.deletion import holds_up, pool_waits_for, uses_engines
@@ -50,7 +50,7 @@ async def finalize(
     memory.see(facts, ctx.clock.monotonic())
     active = ((pipeline or {}).get("status") or {}).get("activeOperation")
     if facts and uses_engines(active) and not late:
-        await _say(ctx, pool, pool_waits_for(active, tuple(f.name for f in facts), ()))
+        await _say_waiting(ctx, pool, pool_waits_for(active, tuple(f.name for f in facts), ()))
         return After(ctx.settings.boot_poll_seconds)
 
     out = pool_pods.Outcome()
@@ -68,7 +68,7 @@ async def finalize(
     await pool_pods.delete_pods(ctx, pool, gone, out)
     wait = pool_waits_for(None, tuple(f.name for f in facts), tuple(p.message for p in out.problems))
     if wait and not late:
-        await _say(ctx, pool, wait)
+        await _say_waiting(ctx, pool, wait)
         return After(ctx.settings.boot_poll_seconds)
     if out.problems:
         note = f"Deleted although routers could not be cleared for {FINALIZE_SECONDS:.0f} s: {out.problems[0].message}"
@@ -88,31 +88,10 @@ def _orphaned(ctx: Context, pool: Obj) -> list[PodFact]:
     ]
 
 
-async def _say(ctx: Context, pool: Obj, message: str) -> None:
-    meta, status = pool["metadata"], pool.get("status") or {}
-    wanted = set_condition(
-        status.get("conditions") or [],
-        PoolCondition.PROGRESSING,
-        ConditionStatus.TRUE,
-        Reason.TERMINATING,
-        message,
-        int(meta.get("generation") or 0),
-        rfc3339(ctx.now_ms()),
-    )
-    if wanted == status.get("conditions"):
-        return
-    try:
-        await ctx.kube.at(Priority.DELETE, field_manager=labels.POOL_MANAGER).patch_status(
-            ENGINEPOOLS,
-            meta["namespace"],
-            meta["name"],
-            resource_version=meta["resourceVersion"],
-            status={"conditions": wanted},
-            timeout=ctx.settings.api_timeout,
-        )
-    except (Conflict, NotFound):
-        return  # it moved on; the next look says what is true then
-    ctx.metrics.write(ENGINEPOOLS.plural)
+async def _say_waiting(ctx: Context, pool: Obj, message: str) -> None:
+    kube = ctx.kube.at(Priority.DELETE, field_manager=labels.POOL_MANAGER)
+    kind, terminating = PoolCondition.PROGRESSING, Reason.TERMINATING
+    await say(ctx, kube, ENGINEPOOLS, pool, kind, ConditionStatus.TRUE, terminating, message)
 
 
 __all__ = ["FINALIZE_SECONDS", "finalize"]

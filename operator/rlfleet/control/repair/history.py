@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
-from rlfleet.api.v1alpha1.syncround_status import AttemptOp
-from rlfleet.control.catchup import kind_of
 from rlfleet.control.deletion import release_overdue
 from rlfleet.control.rounds.ledger import API_SECONDS, Ledger, RoundGone
-from rlfleet.control.rounds.objects import is_terminal
-from rlfleet.control.rounds.outcome import settled
+from rlfleet.control.rounds.objects import is_terminal, kind_of
+from rlfleet.control.rounds.settling import end_round
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.resources import RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.repair import Abandoned, RoundFacts, abandoned, evidence, sweep
@@ -80,26 +78,14 @@ async def settle_abandoned(ctx: Context, ledger: Ledger, rounds: Sequence[Obj]) 
     for facts, why in found.settle:
         one = _of(ledger, objects[facts.uid])
         message = f"abandoned in {facts.phase}: {why}; its engines are repaired by the resume rule"
-        status = settled(
-            objects[facts.uid],
-            outcome="Failed",
-            stage=facts.phase,
-            reason=Reason.ROUND_ABANDONED,
-            message=message,
-            # A commit is never taken back, whatever became of the engines.
-            committed=bool(one.round_status.get("committed")),
-            now_ms=ctx.now_ms(),
-        )
         try:
-            await one.write_round(status, op=AttemptOp.SETTLE, what="Failed")
-            await one.set_finalizer(False)
+            await end_round(one, objects[facts.uid], outcome="Failed", reason=Reason.ROUND_ABANDONED, message=message)
         except RoundGone:
             continue  # deleted by force meanwhile: nothing is left to settle
         assert one.round is not None
         objects[facts.uid].update(one.round)
         log.warning(message, extra={"round": facts.name, "roundUID": facts.uid})
         ctx.events.record(one.round, "Warning", Reason.ROUND_ABANDONED.value, message, action="Settle")
-        ctx.metrics.round_finished("Failed", facts.kind)
     return found
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundGone
 from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
-from rlfleet.control.rounds.outcome import settled
+from rlfleet.control.rounds.settling import end_round
 from rlfleet.kube.errors import ApiError
 from rlfleet.kube.resources import SYNCROUNDS
 from rlfleet.plan.deletion import is_deleting
@@ -86,18 +85,16 @@ async def _others(run: Executor, me: RoundRef) -> RoundRef | None:
 
 async def _settle(run: Executor, obj: Obj, end: Settlement) -> None:
     other = Ledger(run.ctx, run.ledger.pipeline, holder=run.ledger.holder)
-    other.round = obj
-    status = settled(
-        obj,
-        outcome=end.outcome,
-        stage="Pending",
-        reason=end.reason,
-        message=end.message,
-        committed=end.outcome == "Succeeded",
-        now_ms=run.ctx.now_ms(),
-    )
+    committed = end.outcome == "Succeeded"
     try:
-        await other.write_round(status, op=AttemptOp.SETTLE, what=end.outcome)
+        await end_round(
+            other,
+            obj,
+            outcome=end.outcome,
+            stage="Pending",
+            reason=end.reason,
+            message=end.message,
+            committed=committed,
+        )
     except (ApiError, RoundGone, FenceLost):
         return  # somebody writes it at this moment: the next turn looks again
-    run.ctx.metrics.round_finished(end.outcome)

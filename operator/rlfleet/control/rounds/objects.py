@@ -46,3 +46,8 @@ def ref_of(obj: Mapping[str, Any]) -> RoundRef:
 def is_terminal(obj: Mapping[str, Any]) -> bool:
     """The round has ended; its phase never changes again."""
     return (obj.get("status") or {}).get("phase") in TERMINAL
+
+
+def kind_of(obj: Mapping[str, Any]) -> str:
+    """Refresh or CatchUp."""
+    return str(obj["spec"].get("kind") or "Refresh")

@@ -44,13 +44,20 @@ def settled(
     obj: dict[str, Any],
     *,
     outcome: str,
-    stage: str,
     reason: Reason,
     message: str,
-    committed: bool,
     now_ms: int,
+    stage: str | None = None,
+    committed: bool | None = None,
 ) -> dict[str, Any]:
-    """The terminal status of a round, whether or not it was ever claimed."""
+    """The terminal status of a round, whether or not it was ever claimed.
+
+    ``stage``: where it failed (None: in the phase that it is in); ``committed``: whether its version was committed by
+    it (None: what its status says, for a commit is never taken back).
+    """
+    known = obj.get("status") or {}
+    stage = str(known.get("phase") or "Pending") if stage is None else stage
+    committed = bool(known.get("committed")) if committed is None else committed
     now = rfc3339(now_ms)
     meta = obj.get("metadata") or {}
     generation = int(meta.get("generation") or 0)
