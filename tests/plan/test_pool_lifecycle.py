@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EngineState as Process
-from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
-from rlfleet.plan.lifecycle import TRANSITIONS, Closed, Derived, derive, pod_fact
+from rlfleet.api.wire import ErrorReason, GateStatus, MemoryTag, OperationState
+from rlfleet.plan.lifecycle import TRANSITIONS, Closed, Derived, Sleep, derive, pod_fact, refuse
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
 S = EngineState
@@ -125,6 +125,52 @@ def test_engine_that_starts_again_in_the_same_pod_is_not_believed() -> None:
     assert state(OPEN, previous=S.FAILED).state is S.FAILED
 
 
+W, K, G = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
+GOING = Sleep(going=True)
+
+
+@pytest.mark.parametrize(
+    ("released", "releasing", "sleep", "expected", "reason"),
+    [
+        ((W, K), False, Sleep(), S.OFFLOADED, None),
+        ((W, K, G), False, GOING, S.OFFLOADED, None),
+        ((W, K), True, Sleep(), S.DRAINING, Reason.OFFLOADING),
+        ((), True, Sleep(), S.DRAINING, Reason.OFFLOADING),
+        ((K,), False, Sleep(), S.DRAINING, Reason.HALF_RELEASED),
+        ((K, G), False, Sleep(), S.DRAINING, Reason.HALF_RELEASED),
+        ((), False, GOING, S.DRAINING, Reason.OFFLOADING),
+        ((K,), False, Sleep(problem=(Reason.WAKE_FAILED, "no room")), S.DRAINING, Reason.WAKE_FAILED),
+        ((), False, Sleep(going=True, problem=(Reason.ENGINES_BUSY, "3")), S.DRAINING, Reason.ENGINES_BUSY),
+        ((), False, Sleep(), S.LOADING, Reason.CATCH_UP_PENDING),
+    ],
+)
+def test_asleep_is_offloaded_and_half_released_drains(
+    released: tuple[MemoryTag, ...], releasing: bool, sleep: Sleep, expected: S, reason: Reason | None
+) -> None:
+    status = gate(holds=None, paused=True, routed={"r": False}).model_copy(
+        update={"released": released, "releasing": releasing}
+    )
+    found = state(status, sleep=sleep)
+    assert (found.state, found.reason) == (expected, reason)
+    # Silence changes nothing that is known, and an end that is not known is not believed.
+    assert state(None, previous=S.OFFLOADED).state is S.OFFLOADED
+    unsure = status.model_copy(update={"uncertain": True})
+    assert (state(unsure, sleep=sleep).state, state(unsure).reason) == (S.QUARANTINED, Reason.UNCERTAIN)
+
+
+def test_the_table_of_transitions_is_complete() -> None:
+    assert set(TRANSITIONS) == set(S)
+    for before in S:
+        for after in S:
+            why = refuse(before, after)
+            assert (why is None) == (before is after or after in TRANSITIONS[before])
+            assert why is None or before.value in why or before is S.FAILED
+    assert refuse(S.BOOTING, S.OFFLOADED) is None
+    assert refuse(S.OFFLOADED, S.LOADING) is None
+    assert refuse(S.OFFLOADED, S.BOOTING), "it would be another process"
+    assert TRANSITIONS[S.FAILED] == frozenset()
+
+
 STATUSES = st.one_of(
     st.none(),
     st.builds(
@@ -148,11 +194,22 @@ PODS = st.builds(
 )
 
 
-@given(PODS, STATUSES, st.booleans(), st.sampled_from([None, *S]), st.sampled_from([None, COMMITTED]))
+TAGS = st.sets(st.sampled_from([W, K, G])).map(lambda s: tuple(sorted(s)))
+
+
+@given(PODS, STATUSES, st.booleans(), st.sampled_from([None, *S]), st.sampled_from([None, COMMITTED]), TAGS, st.data())
 def test_any_observation_gives_a_legal_next_state(
-    pod: Any, status: Any, draining: bool, previous: Any, committed: Any
+    pod: Any, status: Any, draining: bool, previous: Any, committed: Any, tags: Any, data: st.DataObject
 ) -> None:
-    found = derive(pod, status, committed=committed, routers=R, draining=draining, previous=previous)
+    if status is not None:
+        status = status.model_copy(update={"released": tags, "releasing": data.draw(st.booleans())})
+    sleep = Sleep(going=data.draw(st.booleans()))
+    found = derive(pod, status, committed=committed, routers=R, draining=draining, previous=previous, sleep=sleep)
+    if found.state is S.OFFLOADED and status is not None and status.engine.state is Process.READY:
+        assert {W, K} <= set(tags)
+        assert not status.releasing
+    if found.state is S.ACTIVE and status is not None and status.engine.state is Process.READY:
+        assert tags == ()
     assert previous is None or found.state == previous or found.state in TRANSITIONS[previous] | {S.QUARANTINED}
     if found.state is S.ACTIVE and status is not None and status.engine.state is Process.READY:
         assert committed is not None

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EnginePoolStatus, EngineState
 from rlfleet.plan.lifecycle import Derived, derive
-from rlfleet.plan.pool_status import Observed, Problem, Row, build_status, ranges
+from rlfleet.plan.pool_elastic import Row
+from rlfleet.plan.pool_status import Observed, Problem, build_status, ranges
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
 S = EngineState
@@ -173,7 +174,7 @@ def test_any_observation_gives_a_status_that_the_schema_takes(rows: list[Row], r
     built = status(*rows, replicas=replicas, pipeline_found=found)
     parsed = EnginePoolStatus.model_validate(built)
     assert len(parsed.engines) <= 64
-    assert len(built["conditions"]) == 6
+    assert len(built["conditions"]) == 9
 
 
 def test_a_pool_whose_pipeline_is_being_deleted_says_so_with_what_to_do() -> None:

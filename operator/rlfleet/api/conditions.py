@@ -60,12 +60,24 @@ class PipelineCondition(_Documented):
 class PoolCondition(_Documented):
     """Condition types of EnginePool."""
 
-    READY = "Ready", "as many engines as spec.replicas are active"
+    READY = "Ready", "all engines that should be awake are active"
     PROGRESSING = "Progressing", "engines are being created, loaded, replaced or removed"
     VERSION_CONSISTENT = "VersionConsistent", "all open engines hold one version with one digest"
     ADMISSION_OPEN = "AdmissionOpen", "at least one engine accepts requests through every router of the pool"
     DEGRADED = "Degraded", "something is wrong that a person should look at; the reason says what"
     TEMPLATE_OUTDATED = "TemplateOutdated", "some pods were made from an earlier pod template; delete them to update"
+    STUCK_LOADING = (
+        "StuckLoading",
+        "engines hold device memory and do not get on to serving; the message says what to do",
+    )
+    RESIDUAL_MEMORY_HIGH = (
+        "ResidualMemoryHigh",
+        "engines sleep, but more of a device's memory is in use than spec.residualMemoryGiB allows",
+    )
+    HETEROGENEOUS_STATES = (
+        "HeterogeneousStates",
+        "engines are neither asleep nor awake: part of their memory is released",
+    )
 
 
 class RoundCondition(_Documented):
@@ -213,6 +225,27 @@ class Reason(_Documented):
     REPAIRED = "Repaired", "engines were resumed, routed or closed between rounds"
     REPAIR_FAILED = "RepairFailed", "engines are not as they should be and repair did not help; it goes on, ever slower"
     REPAIR_RULE_FAILED = "RepairRuleFailed", "a repair rule raised an error; the message names it, the others still run"
+
+    # sleeping and waking, demands of the trainer
+    OFFLOADING = "Offloading", "engines are being put to sleep: closed, idle, paused, their memory released"
+    WAKING = "Waking", "sleeping engines take their memory back; a CatchUp opens them"
+    ENGINES_OFFLOADED = "EnginesOffloaded", "engines sleep, as spec.active or a demand of the trainer wants it"
+    ENGINES_BUSY = (
+        "EnginesBusy",
+        "engines still run requests past the time for it; they stay closed and are tried again",
+    )
+    HALF_RELEASED = "HalfReleased", "part of an engine's memory is released: it neither sleeps nor can be loaded"
+    OFFLOAD_FAILED = "OffloadFailed", "engines could not be put to sleep; they stay closed and are tried again"
+    WAKE_FAILED = "WakeFailed", "engines could not be woken; they are tried again"
+    LOADING_NORMALLY = "LoadingNormally", "no engine has been loading for longer than a sync may take"
+    STUCK_LOADING = "StuckLoading", "an engine has been awake and closed for longer than a sync may take"
+    RESIDUAL_MEMORY_HIGH = "ResidualMemoryHigh", "a device whose engines sleep has more memory in use than allowed"
+    RESIDUAL_MEMORY_LOW = "ResidualMemoryLow", "devices whose engines sleep are as free as they should be"
+    MEMORY_UNREADABLE = "MemoryUnreadable", "nobody can read how much of a device's memory is in use"
+    STATES_AGREE = "StatesAgree", "every engine is either asleep or awake"
+    ENGINES_AWAKE = "EnginesAwake", "engines on the demanded devices are neither Offloaded nor gone yet"
+    DEVICES_HELD = "DevicesHeld", "another demand of the same trainer has been granted these devices"
+    GRANTED = "Granted", "the devices are free for the trainer"
 
     # engines and pods
     ALL_ENGINES_ACTIVE = "AllEnginesActive", "every engine is active"

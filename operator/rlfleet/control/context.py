@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
+from rlfleet.plan.demand import Demand
 
 from .claim_memory import ClaimMemory
+from .elastic.memory import ElasticMemory
 from .queue import Kind, QueueKey
 from .repair.memory import RepairMemories
 from .rounds.memory import GateMemory
@@ -130,6 +132,18 @@ class ControlSettings:
     """Namespaces that this operator serves; none: all."""
 
 
+class Demands(Protocol):
+    """Where demands for devices come from."""
+
+    async def __call__(self, pipeline: Mapping[str, Any]) -> Sequence[Demand]:
+        """What the trainer of this RLPipeline demands now."""
+
+
+async def no_demands(pipeline: Mapping[str, Any]) -> Sequence[Demand]:
+    """No trainer demands devices of engines."""
+    return ()
+
+
 class Enqueue(Protocol):
     """The queue's entrance."""
 
@@ -156,6 +170,8 @@ class Context:
     gates: GateMemory = field(default_factory=GateMemory)
     claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
+    elastic: ElasticMemory = field(default_factory=ElasticMemory)
+    demands: Demands = no_demands
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.

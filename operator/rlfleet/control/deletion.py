@@ -182,7 +182,7 @@ async def _late_rounds(ledger: Ledger) -> list[Obj]:
 
 async def _close_engines(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
     """The final claim: every engine out of its routers, paused, and without staged bytes; until the ceiling at most."""
-    fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+    fleet = Fleet.of(ctx, ledger)
     operation = own_work(ledger, OperationKind.QUARANTINE.value)
     clock = ctx.clock.monotonic
     # Not for as long as elsewhere: whoever can be closed now is, and an engine at which something runs counts as open.

@@ -100,7 +100,7 @@ async def _raise_fence(
     ctx: Context, ledger: Ledger, view: PipelineView, message: str, *, above: int = 0, extra: Obj | None = None
 ) -> Fleet:
     """Claim in the pipeline's own name, pass the barrier, free the slot; the engines as they answered behind it."""
-    fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+    fleet = Fleet.of(ctx, ledger)
     operation = own_work(ledger, OperationKind.REPAIR.value)
     await take_slot(ledger, fleet, operation, deadline=lambda: paused_budget(ctx, ledger), above=above, extra=extra)
     view.bind(fleet)

@@ -2,8 +2,8 @@
 
 Numbered as it happens: (1) read the pipeline, its rounds and pools live; (2) the repair rules that need nobody; (3)
 find the sender, look at the engines; (4) finish what is claimed, whoever claimed it; (5) settle rounds that can not
-run, execute the newest that can; (6) repair engines; (7) bring those that missed a round to what is committed; (8)
-sweep the history, write status if it changed.
+run, execute the newest that can; (6) repair engines; (7) put engines to sleep or wake them; (8) bring those that missed
+a round to what is committed; (9) sweep the history, write status if it changed.
 
 Invariants: repair rules are isolated (control.repair.rules), so none that fails keeps a round or another rule waiting;
 one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of RLPipeline.status and
@@ -20,6 +20,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition
 from rlfleet.control import catchup
 from rlfleet.control.deletion import bury, end_pipeline
+from rlfleet.control.elastic.step import step as elastic_step
 from rlfleet.control.identity import (
     finish,
     interrupted,
@@ -48,6 +49,7 @@ from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
+from rlfleet.plan.elastic import awaited, wanted_pods
 from rlfleet.plan.identity import poisoned_gates, strays
 from rlfleet.plan.rounds import RoundRef, can_join
 from rlfleet.plan.triage import Triage, triage
@@ -98,7 +100,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     await bury(ctx, namespace, [r for r in rounds if not belongs(r, pipeline=pipeline["metadata"]["uid"])])
     rounds = [r for r in rounds if belongs(r, pipeline=pipeline["metadata"]["uid"])]
     pools = await kube.list(ENGINEPOOLS, namespace, timeout=API_SECONDS)
-    expected = sum(int(p["spec"].get("replicas") or 0) for p in pools.items if p["spec"]["pipeline"] == name)
+    expected = sum(wanted_pods(p) for p in pools.items if p["spec"]["pipeline"] == name)
 
     # 2. repair first: what needs neither the slot nor anybody's answer
     ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
@@ -198,9 +200,17 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         ledger.round = open_rounds[todo.waiting.uid]
         await _say_waiting(ctx, ledger, todo.waiting, todo.why)
 
-    # 7. engines that missed a round
+    # 7. engines that are to sleep or to wake
+    moved = None
+    if blocked is None:
+        moved = await rules.run(RuleName.ELASTIC, lambda: elastic_step(ctx, ledger, view, preempted))
+        if moved is not None and moved.acted:
+            return After(0.0, Priority.ROUND)
+    working = todo.why or (moved.working if moved is not None else None)
+
+    # 8. engines that missed a round
     plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items)
-    view.trouble = blocked or view.unrepaired or view.trouble or plan.trouble
+    view.trouble = blocked or view.unrepaired or view.unmoved or view.trouble or plan.trouble
     view.awaiting = plan.awaiting
     if behind is not None and blocked is None:
         ledger.round = open_rounds[behind.uid]
@@ -210,9 +220,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     if free:
         await rules.run(RuleName.CLOSED_ENGINES, lambda: replace_closed(ctx, ledger, view.fleet, plan.replace))
 
-    # 8. history, after every rule that may still need it as evidence; then what all of this comes to
+    # 9. history, after every rule that may still need it as evidence; then what all of this comes to
     await rules.run(RuleName.HISTORY, lambda: sweep_history(ctx, ledger, rounds, list(view.fleet.engines.values())))
-    await view.write_if_changed(todo.why)
+    await view.write_if_changed(working)
     if free and plan.open:
         ledger.round = await catchup.open_round(ledger, sender, plan.open, rounds)
         if ledger.round is not None:
@@ -223,6 +233,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     if rules.failed or rules.again:
         raise Retry(f"repair goes again: {', '.join(n.value for n in rules.failed) or 'lost a race'}")
     again = min(ctx.settings.poll_seconds, soon or ctx.settings.poll_seconds)
+    if moved is not None and moved.again is not None:
+        again = min(again, max(0.1, moved.again))
     if plan.again_ms is not None:
         again = min(again, max(0.1, (plan.again_ms - ctx.now_ms()) / 1000))
     return After(again)
@@ -245,8 +257,7 @@ def _triage(
         now_ms=ctx.now_ms(),
         pending_ms=int(view.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
         joinable=sum(can_join(e) for e in live),
-        # Those that are on their way out count too: a round with nobody in it must wait until they are gone.
-        expected=max(view.expected, sum(not e.gone for e in view.fleet.engines.values())),
+        expected=awaited(list(view.fleet.engines.values()), pods=view.expected),
     )
 
 

@@ -15,6 +15,7 @@ from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.rendezvous import gone_claimants
 from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.plan.demand import grants_of
 from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rendezvous import Claim, claims_of, judged, leak_message, rows
@@ -39,13 +40,17 @@ class PipelineView:
         self.expected = expected
         self.rules = rules
         self.memory = ctx.repairs.of(ledger.namespace, ledger.name, ledger.uid)
-        self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+        self.fleet = Fleet.of(ctx, ledger)
         #: What a person should see whatever a round that ends has to say; None: nothing.
         self.trouble: tuple[Reason, str] | None = None
         #: Engines that repair did not help; None: there are none.
         self.unrepaired: tuple[Reason, str] | None = None
         #: UIDs of sender pods with port claims that are proven gone.
         self.gone_claimants: frozenset[str] = frozenset()
+        #: Engines that would not sleep or wake; None: there are none.
+        self.unmoved: tuple[Reason, str] | None = None
+        #: What became of the trainer's demands; as recorded until they are decided anew.
+        self.grants = grants_of(ledger.status)
         #: Why closed engines wait for a Refresh; empty: they do not.
         self.awaiting = ""
         self._own = self.fleet
@@ -74,11 +79,11 @@ class PipelineView:
         return judged(claims_of(self.ledger.status), sender=self.sender.said, address=host, gone=self.gone_claimants)
 
     def facts(self, committed: Committed | None) -> FleetFacts:
-        """Engines counted; those that pools still owe count as missing."""
+        """Engines counted; those that pools still owe count as missing, those that are to sleep do not."""
         engines = list(self.fleet.engines.values())
         found = count(self.memory.believed(engines) if self.fleet is self._own else engines, committed)
         lost = unrecorded(self.fleet.engines.values(), pipeline=self.ledger.uid) if committed is None else ()
-        return replace(found, total=max(found.total, self.expected), unrecorded=lost)
+        return replace(found, total=found.total + self.fleet.owed, unrecorded=lost)
 
     def sender_status(self) -> Obj:
         """``sender`` and ``cacheReady`` as observed; absent ones are deleted."""
@@ -115,6 +120,7 @@ class PipelineView:
             **self.sender_status(),
             "rendezvousClaims": rows(claims),
             "engines": facts.counts,
+            "grants": [g.row() for g in self.grants] or None,
             "conditions": conditions(
                 self.ledger.status.get("conditions") or [],
                 facts=facts,

@@ -20,6 +20,7 @@ from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.control import pool_gates, pool_pods, routers
 from rlfleet.control.context import Context
+from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers
 from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
@@ -32,9 +33,12 @@ from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import template
 from rlfleet.plan.allowance import ALLOWANCE
 from rlfleet.plan.deletion import is_deleting
+from rlfleet.plan.demand import grants_of, held_devices
+from rlfleet.plan.elastic import on_devices, shrinks_by_delete, wanted_pods
 from rlfleet.plan.lifecycle import Closed, PodFact, derive, pod_fact
 from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
-from rlfleet.plan.pool_status import Observed, Problem, Row, build_status
+from rlfleet.plan.pool_elastic import Row
+from rlfleet.plan.pool_status import Observed, Problem, build_status
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.validate import stopped, violations
 
@@ -146,13 +150,15 @@ class PoolReconciler:
         view = PoolView(
             name=pool["metadata"]["name"],
             uid=memory.uid,
-            replicas=int(pool["spec"].get("replicas", 1)),
+            replicas=wanted_pods(pool),
             pods=tuple(facts),
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
             foreign=self._foreign(pool),
             may_create=valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending,
             may_remove=not status.get("activeOperation"),
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
+            demanded=(demanded := on_devices(pool, held_devices(grants_of(status)))),
+            vacate=demanded if shrinks_by_delete(pool) else frozenset(),
             held_back=frozenset(memory.held_back(now)),
             predecessors=memory.predecessors,
             bumps=memory.bumps,
@@ -176,8 +182,10 @@ class PoolReconciler:
         if plan.delete:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
-        rows = self._rows(pool, self._facts(pool), plan, pipeline, found, memory)
-        return await self._report(pool, pipeline, plan, rows, found, memory, out, valid=valid)
+        present = self._facts(pool)
+        sleep = sleepers(pool, pipeline, present, plan.draining, memory)
+        rows = self._rows(pool, present, plan, pipeline, found, memory, sleep)
+        return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
 
     async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:
         """Broken rules that keep this pool from making pods. Read live: what others were changed to may decide."""
@@ -256,6 +264,7 @@ class PoolReconciler:
         pipeline: Obj | None,
         found: routers.Resolved,
         memory: PoolMemory,
+        sleep: Sleepers,
     ) -> list[Row]:
         """One row per index, and one per engine that is on its way out."""
         committed = committed_of(pipeline)
@@ -276,8 +285,9 @@ class PoolReconciler:
                     draining=pod.uid in plan.draining,
                     previous=memory.states.get(pod.uid),
                     closed=closed,
+                    sleep=sleep.of(pod.uid, self._ctx.elastic),
                 )
-                memory.note_state(pod, derived.state)
+                memory.note_state(pod, derived.state, self._ctx.clock.monotonic())
                 outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index)
                 rows.append(Row(pod, derived, gate, answered, outdated))
         return rows
@@ -293,6 +303,7 @@ class PoolReconciler:
         found: routers.Resolved,
         memory: PoolMemory,
         out: pool_pods.Outcome,
+        sleep: Sleepers,
         *,
         valid: bool,
     ) -> Result:
@@ -303,7 +314,7 @@ class PoolReconciler:
             out.problems.append(Problem(_reason(refused[0]), f"a gate refuses: {refused[1][:300]}"))
         observed = Observed(
             generation=int(meta["generation"]),
-            replicas=int(pool["spec"].get("replicas", 1)),
+            replicas=wanted_pods(pool),
             rows=tuple(rows),
             pool=meta["name"],
             routers=found.names,
@@ -312,7 +323,9 @@ class PoolReconciler:
             pipeline_found=pipeline is not None,
             pipeline_deleting=pipeline is not None and is_deleting(pipeline),
             problems=tuple(dict.fromkeys(out.problems)),
-            waits=plan.waits,
+            waits=(*plan.waits, *sleep.waits),
+            awake=sleep.awake,
+            elastic=facts_for_conditions(pool, pipeline, memory, ctx.clock.monotonic()),
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))
@@ -320,7 +333,7 @@ class PoolReconciler:
         ctx.metrics.engines(meta["namespace"], meta["name"], counts)
         # catchUp is written by rounds (control/rounds/counting.py): what is not ours is neither compared nor deleted.
         changes = {k: new.get(k) for k in {*old, *new} - {"catchUp"} if old.get(k) != new.get(k)}
-        wait = self._next(plan, rows, memory, out, pipeline)
+        wait = self._next(plan, rows, memory, out, pipeline, moving=bool(sleep.unmoved))
         if not changes:
             return After(wait)
         now = ctx.clock.monotonic()
@@ -346,6 +359,8 @@ class PoolReconciler:
         memory: PoolMemory,
         out: pool_pods.Outcome,
         pipeline: Obj | None,
+        *,
+        moving: bool,
     ) -> float:
         """When to look again if nothing happens."""
         settings = self._ctx.settings
@@ -355,7 +370,7 @@ class PoolReconciler:
             waits.append(max(0.05, min(held.values())))
         if memory.create_failures:
             waits.append(min(60.0, 0.5 * 2 ** min(memory.create_failures, 7)))
-        if out.retry or plan.draining or memory.departures:
+        if out.retry or plan.draining or memory.departures or moving:
             waits.append(settings.boot_poll_seconds)
         busy = any(r.derived.state in _STARTING for r in rows) or bool(out.created or out.deleted)
         if busy and pipeline is not None:

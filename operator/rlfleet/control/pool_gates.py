@@ -28,7 +28,7 @@ from rlfleet.plan.claims import next_fence
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.template import engine_port, gate_port
 
-_UP = frozenset({EngineState.LOADING, EngineState.ACTIVE, EngineState.QUARANTINED})
+_UP = frozenset({EngineState.LOADING, EngineState.ACTIVE, EngineState.QUARANTINED, EngineState.OFFLOADED})
 
 
 def gate_peer(pool: Mapping[str, Any], pod: PodFact) -> Peer:

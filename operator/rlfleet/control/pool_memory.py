@@ -51,6 +51,8 @@ class PoolMemory:
     drain_until: dict[str, float] = field(default_factory=dict)
     predecessors: dict[int, str] = field(default_factory=dict)
     failures: dict[int, Failures] = field(default_factory=dict)
+    loading_since: dict[str, float] = field(default_factory=dict)
+    """Since when a pod's engine has been Loading, as seen by this process."""
     ever_active: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
     swept: set[str] = field(default_factory=set)
@@ -97,9 +99,13 @@ class PoolMemory:
             uid in self.gates and uid not in self.refusals and not self.silence.lasts(uid)
         )
 
-    def note_state(self, fact: PodFact, state: EngineState) -> None:
+    def note_state(self, fact: PodFact, state: EngineState, now: float) -> None:
         """Remember the state that was derived for a pod."""
         self.states[fact.uid] = state
+        if state is EngineState.LOADING:
+            self.loading_since.setdefault(fact.uid, now)
+        else:
+            self.loading_since.pop(fact.uid, None)
         if state is EngineState.ACTIVE:
             self.ever_active.add(fact.uid)
             self.failures.pop(fact.index, None)
@@ -115,7 +121,14 @@ class PoolMemory:
 
     def _forget(self, uid: str) -> None:
         self.facts.pop(uid, None)
-        for known in (self.gates, self.answered, self.refusals, self.states, self.drain_until):
+        for known in (
+            self.gates,
+            self.answered,
+            self.refusals,
+            self.states,
+            self.drain_until,
+            self.loading_since,
+        ):
             known.pop(uid, None)
         self.silence.heard(uid)
         self.ever_active.discard(uid)

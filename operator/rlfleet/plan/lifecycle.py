@@ -3,6 +3,7 @@
 Invariants:
 - an observation that was not made (a silent gate) changes no state and is never read as "closed" or "not routed";
 - Active means proven: the gate's own record names the committed bytes, the engine is not paused, every router lists it;
+- Offloaded means proven, too: the gate's record says that weights and KV cache are released, and nothing in between;
 - one pod lives one life: a change that is not in ``TRANSITIONS`` (an engine that starts again under the same pod)
   is not believed, the engine counts as Quarantined.
 """
@@ -18,6 +19,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
+from rlfleet.plan.asleep import is_offloaded, is_touched
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.template import ENGINE
 
@@ -25,15 +27,32 @@ _S = EngineState
 
 #: What may follow in the life of one pod. Polls can miss states in between, so every later stage is reachable.
 TRANSITIONS: Final[Mapping[EngineState, frozenset[EngineState]]] = {
-    _S.PENDING: frozenset({_S.BOOTING, _S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
-    _S.BOOTING: frozenset({_S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
-    _S.LOADING: frozenset({_S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
-    _S.ACTIVE: frozenset({_S.LOADING, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
-    _S.QUARANTINED: frozenset({_S.LOADING, _S.ACTIVE, _S.DRAINING, _S.FAILED}),
-    # A drain ends early when the pool is scaled up again before the pod is deleted.
-    _S.DRAINING: frozenset({_S.PENDING, _S.BOOTING, _S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.FAILED}),
+    _S.PENDING: frozenset(
+        {_S.BOOTING, _S.LOADING, _S.ACTIVE, _S.OFFLOADED, _S.QUARANTINED, _S.DRAINING, _S.FAILED},
+    ),
+    _S.BOOTING: frozenset({_S.LOADING, _S.ACTIVE, _S.OFFLOADED, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.LOADING: frozenset({_S.ACTIVE, _S.OFFLOADED, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.ACTIVE: frozenset({_S.LOADING, _S.OFFLOADED, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
+    _S.QUARANTINED: frozenset({_S.LOADING, _S.ACTIVE, _S.OFFLOADED, _S.DRAINING, _S.FAILED}),
+    # A drain ends early when the pool is scaled up again before the pod is deleted or the engine sleeps.
+    _S.DRAINING: frozenset(
+        {_S.PENDING, _S.BOOTING, _S.LOADING, _S.ACTIVE, _S.OFFLOADED, _S.QUARANTINED, _S.FAILED},
+    ),
+    # Awake again, or woken by half, or to go. It never boots again: that would be another engine process.
+    _S.OFFLOADED: frozenset({_S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.DRAINING, _S.FAILED}),
     _S.FAILED: frozenset(),
 }
+#: States that silence does not change: the engine was up, and what it holds is not known better.
+_UP = frozenset({_S.LOADING, _S.ACTIVE, _S.QUARANTINED, _S.OFFLOADED})
+
+
+def refuse(before: EngineState, after: EngineState) -> str | None:
+    """Why one pod's engine can not have gone from ``before`` to ``after``; None: it can."""
+    if before == after or after in TRANSITIONS[before]:
+        return None
+    if before is _S.FAILED:
+        return "the engine had ended"
+    return f"went from {before.value} to {after.value} within one pod: its engine was restarted in place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +120,14 @@ class Closed:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Whether an engine is being put to sleep (no round owns it), and what went wrong the last time with its memory."""
+
+    going: bool = False
+    problem: tuple[Reason, str] | None = None
+
+
 def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     """Read one pod. ``owner_uid``: UID of the pool that should own it."""
     meta, status = pod["metadata"], pod.get("status") or {}
@@ -163,22 +190,21 @@ def derive(
     draining: bool = False,
     previous: EngineState | None = None,
     closed: Closed = Closed(),
+    sleep: Sleep = Sleep(),
 ) -> Derived:
     """The state of one engine.
 
     ``gate`` None: it did not answer now. ``routers``: names that the gate should know. ``previous``: the state of the
     same pod at the last observation, None for a new one. ``closed``: what is known of closed engines' prospects.
+    ``sleep``: whether the engine is being put to sleep.
     """
-    found = closed.explain(pod, gate, _observe(pod, gate, committed, routers, draining, previous))
-    if previous is None or found.state == previous or found.state in TRANSITIONS[previous]:
+    found = closed.explain(pod, gate, _observe(pod, gate, committed, routers, draining, previous, sleep))
+    refused = refuse(previous, found.state) if previous is not None else None
+    if refused is None:
         return found
     if previous is EngineState.FAILED:
-        return Derived(EngineState.FAILED, Reason.POD_FAILED, "the engine had ended")
-    return Derived(
-        EngineState.QUARANTINED,
-        Reason.IDENTITY_MISMATCH,
-        f"went from {previous.value} to {found.state.value} within one pod: its engine was restarted in place",
-    )
+        return Derived(EngineState.FAILED, Reason.POD_FAILED, refused)
+    return Derived(EngineState.QUARANTINED, Reason.IDENTITY_MISMATCH, refused)
 
 
 def _observe(
@@ -188,6 +214,7 @@ def _observe(
     routers: frozenset[str],
     draining: bool,
     previous: EngineState | None,
+    sleep: Sleep,
 ) -> Derived:
     if pod.finished:
         return Derived(EngineState.FAILED, Reason.POD_FAILED, pod.failure)
@@ -202,10 +229,28 @@ def _observe(
     if gate.engine.state is Process.STARTING or gate.incarnation is None:
         return Derived(EngineState.BOOTING if gate.enrolled else _early(pod))
     if gate.engine.state is Process.UNREACHABLE:
-        known = previous if previous in (_S.LOADING, _S.ACTIVE, _S.QUARANTINED) else None
+        known = previous if previous in _UP else None
         state = known or (EngineState.LOADING if gate.holds or gate.loads else EngineState.BOOTING)
         return Derived(state, Reason.ENGINE_UNREACHABLE, "the engine process does not answer its gate")
+    if gate.uncertain:
+        return Derived(EngineState.QUARANTINED, Reason.UNCERTAIN, "an operation at the gate has no recorded end")
+    if is_touched(gate) or sleep.going:
+        return _sleeping(gate, sleep)
     return _serving(gate, committed, routers)
+
+
+def _sleeping(gate: GateStatus, sleep: Sleep) -> Derived:
+    """Its memory is released, or is about to be."""
+    if is_offloaded(gate):
+        return Derived(EngineState.OFFLOADED)
+    if sleep.problem is not None:
+        return Derived(EngineState.DRAINING, *sleep.problem)
+    if gate.releasing:
+        return Derived(EngineState.DRAINING, Reason.OFFLOADING, "memory is being released or taken back")
+    if gate.released:
+        tags = ", ".join(sorted(t.value for t in gate.released))
+        return Derived(EngineState.DRAINING, Reason.HALF_RELEASED, f"only {tags} released: it is tried again")
+    return Derived(EngineState.DRAINING, Reason.OFFLOADING, "the engine is put to sleep")
 
 
 def _early(pod: PodFact) -> EngineState:
@@ -213,7 +258,7 @@ def _early(pod: PodFact) -> EngineState:
 
 
 def _silent(pod: PodFact, previous: EngineState | None) -> Derived:
-    if previous in (_S.LOADING, _S.ACTIVE, _S.QUARANTINED):
+    if previous is not None and previous in _UP:
         return Derived(previous, Reason.GATES_UNREACHABLE, "the gate does not answer; last known state")
     if pod.failure:
         return Derived(EngineState.PENDING, Reason.POD_PENDING, pod.failure)
@@ -225,8 +270,6 @@ def _silent(pod: PodFact, previous: EngineState | None) -> Derived:
 
 def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[str]) -> Derived:
     """The engine process answers: is it proven, and is it open?"""
-    if gate.uncertain:
-        return Derived(EngineState.QUARANTINED, Reason.UNCERTAIN, "an operation at the gate has no recorded end")
     holds = gate.holds
     whole = (
         committed is not None

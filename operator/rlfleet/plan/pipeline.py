@@ -12,6 +12,7 @@ from typing import Any
 
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
 from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus
+from rlfleet.plan.asleep import is_offloaded
 from rlfleet.plan.rounds import Committed, Engine
 from rlfleet.plan.verdicts import at_committed
 
@@ -26,11 +27,13 @@ class FleetFacts:
     silent: tuple[str, ...]
     unrecorded: tuple[str, ...] = ()
     """Nothing is recorded as committed, and these serve proven weights all the same."""
+    asleep: int = 0
+    """Engines that sleep because they are to."""
 
     @property
     def counts(self) -> dict[str, int]:
         """``status.engines``."""
-        return {"total": self.total, "active": self.active}
+        return {"total": self.total, "active": self.active, "asleep": self.asleep}
 
 
 def count(engines: Sequence[Engine], committed: Committed | None) -> FleetFacts:
@@ -49,7 +52,8 @@ def count(engines: Sequence[Engine], committed: Committed | None) -> FleetFacts:
             active += 1
         else:
             closed.append(e.name)
-    return FleetFacts(len(live), active, tuple(sorted(closed)), tuple(sorted(silent)))
+    asleep = sum(e.resting and not e.gone and is_offloaded(e.status) for e in engines)
+    return FleetFacts(len(live), active, tuple(sorted(closed)), tuple(sorted(silent)), asleep=asleep)
 
 
 def sender_ready(sender: SenderStatus | None, problem: tuple[Reason, str] | None) -> tuple[bool, Reason, str]:
@@ -123,6 +127,13 @@ def conditions(
     elif committed is None:
         put(
             PipelineCondition.READY, False, Reason.NOTHING_COMMITTED, "no version is committed yet: sync the base first"
+        )
+    elif facts.total == 0 and facts.asleep:
+        put(
+            PipelineCondition.READY,
+            True,
+            Reason.ENGINES_OFFLOADED,
+            f"{facts.asleep} engines sleep, none is to be awake",
         )
     elif facts.total == 0:
         put(PipelineCondition.READY, True, Reason.NO_ENGINES, "there are no engines")

@@ -36,6 +36,10 @@ class PoolView:
     """UIDs of pods whose address was read back to be in no router."""
     drained: frozenset[str] = frozenset()
     """UIDs of pods that have no request left, or have used up the time for it."""
+    demanded: frozenset[int] = frozenset()
+    """Indices whose devices a trainer demands: no pod is made for them meanwhile."""
+    vacate: frozenset[int] = frozenset()
+    """Those of them whose pods are to go, because the pool shrinks by deletion."""
     held_back: frozenset[int] = frozenset()
     """Indices whose last engines failed quickly: the next one waits."""
     predecessors: Mapping[int, str] = field(default_factory=dict)
@@ -99,6 +103,12 @@ def plan_pods(view: PoolView) -> PodPlan:
             )
         )
     create = [c for i in range(wanted) if (c := _creation(view, i, indexed.get(i, []))) is not None]
+    kept_out = [c for c in create if c.index in view.demanded]
+    if kept_out:
+        waits.append(
+            (Reason.DEVICES_HELD, f"{len(kept_out)} engines are made when a trainer has released their devices")
+        )
+        create = [c for c in create if c.index not in view.demanded]
     later = [c for c in create if c.index in view.held_back]
     if later and view.may_create:
         waits.append((Reason.REPLACING, f"{len(later)} failed engines are replaced after a pause"))
@@ -117,7 +127,7 @@ def plan_pods(view: PoolView) -> PodPlan:
         for pod in pods:
             if pod.deleting or pod.finished:
                 ended.append(pod)
-            elif not 0 <= index < wanted:
+            elif not 0 <= index < wanted or index in view.vacate:
                 surplus.append(Delete(pod, Reason.SCALING_DOWN))
             elif pod is not keep:
                 surplus.append(Delete(pod, Reason.REPLACING))

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rlfleet.api import labels, naming
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.v1alpha1.enginepool import EngineState
-from rlfleet.api.wire import GateStatus
-from rlfleet.plan.lifecycle import Derived, PodFact
+from rlfleet.plan.pool_elastic import Elastic, Row, Verdict, elastic_conditions
 from rlfleet.plan.rounds import Committed
 
 #: Reasons that explain a state without being a failure of the engine.
@@ -28,9 +27,14 @@ _NORMAL: Final = frozenset(
         Reason.CATCH_UP_PENDING,
         Reason.NOTHING_COMMITTED,
         Reason.ENGINES_CLOSED,
+        Reason.OFFLOADING,
         Reason.SCALING_DOWN,
         Reason.TERMINATING,
     }
+)
+#: Reasons of engines that drain to sleep.
+_SLEEPY: Final = frozenset(
+    {Reason.OFFLOADING, Reason.HALF_RELEASED, Reason.ENGINES_BUSY, Reason.OFFLOAD_FAILED, Reason.WAKE_FAILED}
 )
 _SILENT: Final = frozenset({Reason.GATES_UNREACHABLE, Reason.ENGINE_UNREACHABLE})
 _MAX_FAILURE = 256
@@ -42,17 +46,6 @@ _DELETING: Final = (
     "its RLPipeline is being deleted: engines are closed and none are made. Create the pipeline again when it is gone, "
     "or delete this pool"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One engine as shown. ``gate`` is its last known status, ``answered`` whether that is of this observation."""
-
-    pod: PodFact
-    derived: Derived
-    gate: GateStatus | None = None
-    answered: bool = False
-    outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +73,9 @@ class Observed:
     pipeline_deleting: bool = False
     problems: tuple[Problem, ...] = ()
     waits: tuple[tuple[Reason, str], ...] = ()
+    awake: int | None = None
+    """How many engines are to be awake; None: all of ``replicas``."""
+    elastic: Elastic = field(default_factory=Elastic)
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -156,17 +152,15 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
     return {k: v for k, v in built.items() if v is not None}
 
 
-Verdict = tuple[PoolCondition, ConditionStatus, Reason, str]
-
-
 def _conditions(
     o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int], by_version: Mapping[int, Sequence[int]]
 ) -> Iterable[Verdict]:
     yield _ready(o, rows, counts)
-    yield _progressing(o, counts)
+    yield _progressing(o, rows, counts)
     yield _consistent(o, rows)
     yield _admission(o, rows)
     yield _degraded(o, rows)
+    yield from elastic_conditions(rows, o.elastic)
     outdated = sum(r.outdated for r in rows)
     if outdated:
         message = f"{outdated} of {len(rows)} pods were made from an earlier template; delete them to update"
@@ -186,29 +180,36 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
         return type_, ConditionStatus.FALSE, invalid.reason, invalid.message
     active = counts[EngineState.ACTIVE]
     silent = sum(r.derived.state is EngineState.ACTIVE and not r.answered for r in rows)
-    text = f"{active} of {o.replicas} engines are active"
+    wanted = o.replicas if o.awake is None else o.awake
+    asleep = counts[EngineState.OFFLOADED]
+    text = f"{active} of {wanted} engines are active" + (f", {asleep} sleep" if asleep else "")
     if o.replicas == 0:
         return type_, ConditionStatus.TRUE, Reason.NO_ENGINES, "spec.replicas is 0"
-    if active >= o.replicas:
+    if wanted == 0:
+        return type_, ConditionStatus.TRUE, Reason.ENGINES_OFFLOADED, f"no engine is to be awake, {asleep} sleep"
+    if active >= wanted:
         if silent:
             return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
         return type_, ConditionStatus.TRUE, Reason.ALL_ENGINES_ACTIVE, text
     waiting = [r.derived.reason for r in rows if r.derived.state is EngineState.LOADING]
     for reason in (Reason.NOTHING_COMMITTED, Reason.AWAITING_ROUND, Reason.CATCH_UP_PENDING, Reason.COMMITTED_UNKNOWN):
-        if waiting and all(w is reason for w in waiting) and len(waiting) + active == o.replicas:
+        if waiting and all(w is reason for w in waiting) and len(waiting) + active == wanted:
             return type_, ConditionStatus.FALSE, reason, f"{text}; {reason.meaning}"
     return type_, ConditionStatus.FALSE, Reason.ENGINES_NOT_ACTIVE, text
 
 
-def _progressing(o: Observed, counts: Mapping[EngineState, int]) -> Verdict:
+def _progressing(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) -> Verdict:
     type_ = PoolCondition.PROGRESSING
     yes, no = ConditionStatus.TRUE, ConditionStatus.FALSE
     for reason, message in o.waits:
         return type_, yes, reason, message
     if o.pipeline_deleting:
         return type_, no, Reason.PIPELINE_DELETING, _DELETING
-    if counts[EngineState.DRAINING]:
-        return type_, yes, Reason.SCALING_DOWN, f"{counts[EngineState.DRAINING]} engines are going"
+    going = [r for r in rows if r.derived.state is EngineState.DRAINING]
+    if going and all(r.derived.reason in _SLEEPY for r in going):
+        return type_, yes, Reason.OFFLOADING, f"{len(going)} engines go to sleep"
+    if going:
+        return type_, yes, Reason.SCALING_DOWN, f"{len(going)} engines are going"
     if counts[EngineState.FAILED]:
         return type_, yes, Reason.REPLACING, f"{counts[EngineState.FAILED]} engines are being replaced"
     starting = counts[EngineState.PENDING] + counts[EngineState.BOOTING]
@@ -289,6 +290,12 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
                 Reason.ENGINES_QUARANTINED, f"{len(quarantined)} engines, among them {name}: {first.derived.failure}"
             )
         )
+    sleepless = [r for r in rows if r.derived.reason in _SLEEPY - {Reason.OFFLOADING}]
+    if sleepless:
+        first = sleepless[0]
+        assert first.derived.reason is not None
+        text = f"{len(sleepless)} engines, among them {first.pod.name}: {first.derived.message}"
+        problems.append(Problem(first.derived.reason, text))
     failed = [r for r in rows if r.derived.state is EngineState.FAILED]
     if failed:
         problems.append(

@@ -44,8 +44,8 @@ class Need:
 def needs(engines: Iterable[Engine], committed: Committed | None, *, pipeline: str) -> tuple[Need, ...]:
     """What the engines of a pipeline (by UID) need while no operation owns them.
 
-    Those that their pool takes out of service are closed where they must be, never opened. Without anything committed a
-    proven engine is left as it is: that what it serves is wrong is not known either.
+    Those that their pool takes out of service or puts to sleep are closed where they must be, never opened. Without
+    anything committed a proven engine is left as it is: that what it serves is wrong is not known either.
     """
     found = []
     for e in sorted(engines, key=lambda e: e.name):
@@ -68,7 +68,7 @@ def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act
     # A pause that is neither proven nor disproved: paused past its gate, or a health check failed just now.
     doubtful = s.engine.paused is None
     if at_committed(e, committed):
-        if e.unwanted or not caught_up(e, committed):
+        if e.unwanted or e.resting or not caught_up(e, committed):
             return None  # its own checksum is another one: a CatchUp's business
         if s.engine.paused is not False:
             return Act.RESUME, doubtful

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, Transport
 from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
+from rlfleet.plan.asleep import is_touched
+from rlfleet.plan.topology import Device
 
 TERMINAL = frozenset({"Succeeded", "Failed", "Superseded", "Cancelled", "Expired"})
 
@@ -71,6 +73,10 @@ class Engine:
     leaving: bool = False
     unwanted: bool = False
     """Its pool wants fewer engines, or is being deleted: it is to go, and nobody has begun to remove it."""
+    index: int = -1
+    """Its place in the pool; -1 where its label is no number."""
+    resting: bool = False
+    """It is to sleep, whether it does already or not (plan.elastic.wish)."""
     owned: bool = True
     refusal: str = ""
     """Why its gate refused to be fenced; empty where it answered or kept silent."""
@@ -83,8 +89,8 @@ class Engine:
 
     @property
     def dropped(self) -> bool:
-        """It leaves on purpose, or is to: no round takes it along, and none waits for it."""
-        return self.leaving or self.unwanted
+        """It leaves or sleeps on purpose, or is to: no round takes it along, and none waits for it."""
+        return self.leaving or self.unwanted or self.resting
 
     @property
     def incarnation(self) -> str:
@@ -143,7 +149,7 @@ def layout_of(e: Engine) -> str:
 
 
 def can_join(e: Engine) -> bool:
-    """The gate answers, is enrolled, and its engine process is up: the engine can be a member of a round.
+    """The gate answers, is enrolled, and its engine process is up and awake: the engine can be a member of a round.
 
     A gate that was just taken over from a deleted pipeline holds our fence, and must still be enrolled with us.
     """
@@ -153,4 +159,5 @@ def can_join(e: Engine) -> bool:
         and (not e.status.pipeline or e.status.fence.pipeline in ("", e.status.pipeline))
         and e.status.incarnation is not None
         and e.status.engine.state is EngineState.READY
+        and not is_touched(e.status)
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rlfleet.api.wire import GateStatus, LoadRecord, OperationState
+from rlfleet.plan.asleep import is_touched
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan, unavailable_limit
 
 #: Seconds beyond an operation's deadline after which an engine that proves nothing counts as stuck for good.
@@ -356,7 +357,8 @@ def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]
 
 
 def _is_poisoned(status: GateStatus) -> bool:
-    return status.holds is None and bool(status.loads) and not status.loads[-1].published
+    # What a sleeping engine once loaded is gone with its memory.
+    return not is_touched(status) and status.holds is None and bool(status.loads) and not status.loads[-1].published
 
 
 def is_stuck(status: GateStatus) -> bool:

@@ -58,6 +58,13 @@ class PlacementMode(StrEnum):
     PINNED = "Pinned"
 
 
+class Shrink(StrEnum):
+    """What becomes of an engine that is to give its GPUs up for a while."""
+
+    OFFLOAD = "Offload"
+    DELETE = "Delete"
+
+
 class PullPolicy(StrEnum):
     """When the gate's image is pulled."""
 
@@ -254,7 +261,31 @@ class EnginePoolSpec(Spec):
         json_schema_extra=immutable("pipeline", NEW_POOL),
     )
     replicas: int = Field(
-        default=1, ge=0, le=1024, description="How many engines there should be. 0 is legal; kubectl scale changes it."
+        default=1,
+        ge=0,
+        le=1024,
+        description="How many engines there should be, awake or asleep. 0 is legal; kubectl scale changes it.",
+    )
+    active: Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        default=None,
+        description="Ceiling of engines that are awake at the same time; absent: all of them. The others sleep (shrink "
+        "Offload) or have no pod (shrink Delete). Of the engines that are awake the one with the highest index goes "
+        "first, of those that sleep the one with the lowest comes back first. 0 is legal: engines boot, sleep, and are "
+        "neither routed nor synced before they are woken.",
+    )
+    shrink: Shrink | None = Field(
+        default=None,
+        description="How an engine gives its GPUs up, for spec.active or for a trainer that demands them. Offload: its "
+        "process stays and releases its device memory. Delete: its pod is deleted. Absent: Delete with placement "
+        "Scheduler (the GPU goes back to the scheduler), else Offload.",
+    )
+    residual_memory_gi_b: float = Field(
+        default=13.0,
+        ge=0.001,
+        le=4096,
+        alias="residualMemoryGiB",
+        description="Memory in GiB that may be in use on a device, by whomever, once its engines sleep: above it, "
+        "condition ResidualMemoryHigh is True and no trainer gets the device.",
     )
     engine: EngineSpec = Field(description="The inference server in each pod.")
     source: Source = Field(description="Where engines come from.")
@@ -282,6 +313,7 @@ class EngineState(StrEnum):
     LOADING = "Loading"
     ACTIVE = "Active"
     DRAINING = "Draining"
+    OFFLOADED = "Offloaded"
     QUARANTINED = "Quarantined"
     FAILED = "Failed"
 
@@ -293,7 +325,10 @@ class EngineCounts(Status):
     booting: Count = Field(default=0, description="The pod starts; the engine does not answer yet.")
     loading: Count = Field(default=0, description="The engine is up and closed: it waits for a round.")
     active: Count = Field(default=0, description="The engine holds the committed version and is open.")
-    draining: Count = Field(default=0, description="The engine is closed and finishes its requests before it goes.")
+    draining: Count = Field(
+        default=0, description="The engine finishes its requests before it goes or sleeps, or sleeps by half."
+    )
+    offloaded: Count = Field(default=0, description="The engine sleeps: its process lives, its memory is released.")
     quarantined: Count = Field(default=0, description="The engine is closed: what it holds is not proven.")
     failed: Count = Field(default=0, description="The pod failed or is lost.")
 
@@ -381,7 +416,8 @@ class EnginePoolStatus(Status):
     )
     conditions: ConditionList = Field(
         default=(),
-        description="Ready, Progressing, VersionConsistent, AdmissionOpen, Degraded and TemplateOutdated.",
+        description="Ready, Progressing, VersionConsistent, AdmissionOpen, Degraded, TemplateOutdated, StuckLoading, "
+        "ResidualMemoryHigh and HeterogeneousStates.",
     )
 
 

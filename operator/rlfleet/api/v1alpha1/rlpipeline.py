@@ -14,15 +14,19 @@ from pydantic import ConfigDict, Field
 from rlfleet.api.v1alpha1.common import (
     ATOMIC,
     MAX_EXACT,
+    UNIQUE,
     ConditionList,
     Count,
+    DeviceId,
     Generation,
     KubernetesObject,
     LabelSelector,
     ManifestDigest,
     NodeDevices,
+    NodeName,
     ObjectName,
     Port,
+    ReasonText,
     ShortText,
     Spec,
     Status,
@@ -370,8 +374,46 @@ class RendezvousClaim(Status):
 class EngineTotals(Status):
     """Engines of all pools of the pipeline."""
 
-    total: Count = Field(default=0, description="Engines that should exist.")
+    total: Count = Field(default=0, description="Engines that should be awake.")
     active: Count = Field(default=0, description="Engines that hold the committed version and are open.")
+    asleep: Count = Field(default=0, description="Engines that sleep because they are to.")
+
+
+class DemandPriority(StrEnum):
+    """What a trainer wants devices for; earlier ones go first, and none takes devices from another."""
+
+    INITIALIZATION = "Initialization"
+    ACTOR_TRAINING = "ActorTraining"
+    CRITIC_TRAINING = "CriticTraining"
+    OLD_LOG_PROBS = "OldLogProbs"
+    REF_LOG_PROBS = "RefLogProbs"
+    VALUE_COMPUTE = "ValueCompute"
+
+
+class GrantedDevices(Status):
+    """GPUs of one node that a trainer demands."""
+
+    node: NodeName = Field(description="Name of the Node.")
+    devices: tuple[DeviceId, ...] = Field(
+        max_length=64, description="UUIDs of physical GPUs or MIG slices.", json_schema_extra=UNIQUE
+    )
+
+
+class Grant(Status):
+    """What became of one demand of the trainer for devices. While it stands, engines on these devices sleep."""
+
+    cluster: ObjectName = Field(description="Which part of the trainer demands them, in its own words.")
+    priority: DemandPriority = Field(description="What for.")
+    step: WeightVersion = Field(description="Training step that they are demanded for.")
+    granted: bool = Field(
+        description="The devices are free: engines on them are Offloaded or gone, and memory in use is within "
+        "spec.residualMemoryGiB of their pools. It stays true until the demand is withdrawn or is for another step."
+    )
+    reason: ReasonText = Field(description="Granted, or why not yet.")
+    message: ShortText = Field(default="", description="What it waits for, by name.")
+    devices: tuple[GrantedDevices, ...] = Field(
+        max_length=256, description="The devices, by node.", json_schema_extra=keyed_by("node")
+    )
 
 
 class RLPipelineStatus(Status):
@@ -413,6 +455,12 @@ class RLPipelineStatus(Status):
     )
     last_round: ObjectName | None = Field(default=None, description="Name of the SyncRound that ended last.")
     engines: EngineTotals | None = Field(default=None, description="Engines of all pools of the pipeline.")
+    grants: tuple[Grant, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Demands of the trainer for devices, and whether they may be used.",
+        json_schema_extra=ATOMIC,
+    )
     conditions: ConditionList = Field(
         default=(), description="SenderReady, Ready, Progressing, Degraded and TopologyValid."
     )

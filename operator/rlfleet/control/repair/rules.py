@@ -34,6 +34,7 @@ class RuleName(StrEnum):
     STRANGERS = "Strangers"  # engines of a deleted pipeline of the same name are taken over or replaced
     PORT_CLAIMS = "PortClaims"  # rendezvous ports are free again once it is proven that nobody listens
     ENGINES = "Engines"  # engines are resumed, routed or closed by the resume rule
+    ELASTIC = "Elastic"  # engines sleep or wake as spec.active and the trainer's demands want it
     CLOSED_ENGINES = "ClosedEngines"  # engines that nothing heals any more are replaced
     HISTORY = "History"  # rounds past their time go; always last
 

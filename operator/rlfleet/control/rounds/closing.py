@@ -17,6 +17,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.silent import left_out
+from rlfleet.plan.elastic import in_the_way
 from rlfleet.plan.rounds import unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
 
@@ -158,15 +159,16 @@ class Closing(Ending):
         )
 
     async def commit_without_members(self, transfer: Transfer) -> None:
-        """A round with nobody in it: committed at once, but only if no live engine is there."""
+        """A round with nobody in it: committed at once, but only if every engine is proven asleep or gone."""
         outcome, _ = await self.look(transfer)
-        live = [n for n, e in self.fleet.engines.items() if not e.gone]
+        live = in_the_way(self.fleet.engines.values())
+        asleep = sum(not e.gone for e in self.fleet.engines.values())
         if live:
             await self.refuse(
                 "Planned",
                 Reason.GATES_UNREACHABLE,
-                f"no engine can take part, but {len(live)} are alive ({', '.join(sorted(live)[:4])}): "
-                "they may still be starting; sync again when their gates answer",
+                f"no engine can take part, but {len(live)} are neither Offloaded nor gone "
+                f"({', '.join(live[:4])}): they may still be starting; sync again when their gates answer",
             )
             return
         await self.commit(transfer, outcome)
@@ -174,7 +176,7 @@ class Closing(Ending):
             "Succeeded",
             "Planned",
             Reason.NO_MEMBERS,
-            "no engines: the version is committed for those to come",
+            f"no engine is awake ({asleep} sleep): the version is committed for those to come",
             transfer=transfer,
             committed=True,
         )

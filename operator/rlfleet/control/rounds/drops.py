@@ -13,7 +13,7 @@ from rlfleet.api import wire
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS
-from rlfleet.plan.drops import removable
+from rlfleet.plan.drops import removable, to_close
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.executor import Executor
@@ -27,13 +27,9 @@ CLOSE_SECONDS = 15.0
 
 
 async def drop_unwanted(run: Executor) -> None:
-    """Close every engine that is to go: out of the routers, drained for a moment, paused."""
+    """Close every engine that is to go or to sleep: out of the routers, drained for a moment, paused."""
     fleet = run.fleet
-    names = [
-        n
-        for n, e in fleet.engines.items()
-        if e.unwanted and not e.gone and not e.leaving and e.status is not None and not removable(e)
-    ]
+    names = [n for n, e in fleet.engines.items() if to_close(e)]
     if not names:
         return
     drain = min(DRAIN_SECONDS, float(run.ledger.spec["sync"]["drainSeconds"]))

@@ -59,7 +59,7 @@ class Executor:
         self.ctx = ctx
         self.ledger = ledger
         self.sender = sender
-        self.fleet = Fleet(ctx, ledger.namespace, ledger.name, ledger.uid)
+        self.fleet = Fleet.of(ctx, ledger)
         self.timings: dict[str, int] = dict(ledger.round_status.get("timings") or {})
         self.began = ctx.clock.monotonic()
         self.paused_since: float | None = None
@@ -320,7 +320,7 @@ class Executor:
 
     def _takes_part(self, m: Member) -> bool:
         engine = self.fleet.engines.get(m.engine)
-        return engine is not None and engine.pod_uid == m.pod_uid and not engine.unwanted
+        return engine is not None and engine.pod_uid == m.pod_uid and not engine.unwanted and not engine.resting
 
     def load_deadline(self) -> float:
         """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""

@@ -24,13 +24,17 @@ from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
 from rlfleet.plan.dra import claim_evidence, uses
+from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.drops import is_unwanted
+from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.template import ENGINE
+from rlfleet.plan.topology import Device
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
+    from rlfleet.control.rounds.ledger import Ledger
 
 Obj = dict[str, Any]
 
@@ -50,6 +54,16 @@ class Fleet:
     peers: dict[str, Peer] = field(default_factory=dict)
     pods: dict[str, Obj] = field(default_factory=dict)
     pools: dict[str, Obj] = field(default_factory=dict)
+    held: frozenset[Device] = frozenset()
+    """Devices that a trainer demands: engines on them are to sleep."""
+    owed: int = 0
+    """Engines that are to be awake and have no pod yet."""
+
+    @classmethod
+    def of(cls, ctx: Context, ledger: Ledger) -> Fleet:
+        """The engines of the ledger's pipeline, nobody asked yet."""
+        held = held_devices(grants_of(ledger.status))
+        return cls(ctx, ledger.namespace, ledger.name, ledger.uid, held=held)
 
     async def read_pods(self) -> None:
         """List the engine pods and their pools live; statuses already known stay with the same pod UID."""
@@ -77,7 +91,7 @@ class Fleet:
             pool = self.pools.get(engine.pool)
             engine = replace(
                 engine,
-                unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None),
+                unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None, held=self.held),
                 claimed=claim_evidence(uses(pod, ENGINE), claims),
             )
             self.pods[engine.name] = pod
@@ -86,6 +100,22 @@ class Fleet:
             if peer is not None and not engine.gone:
                 self.peers[engine.name] = peer
         self.ctx.gates.forget(self.pipeline_uid, {e.pod_uid for e in self.engines.values()})
+        self.rest()
+
+    def rest(self) -> None:
+        """Mark the engines that are to sleep, by what is known of them now."""
+        mine = {name: pool for name, pool in self.pools.items() if pool["spec"]["pipeline"] == self.pipeline}
+        found = wish(
+            self.engines.values(),
+            {name: ceiling(pool) for name, pool in mine.items()},
+            held=self.held,
+            last_asleep=frozenset(uid for pool in mine.values() for uid in last_asleep(pool)),
+        )
+        self.owed = found.owed
+        self.engines = {
+            n: e if e.resting == (n in found.resting) else replace(e, resting=n in found.resting)
+            for n, e in self.engines.items()
+        }
 
     def take(self, name: str, status: wire.GateStatus | None, refusal: str = "") -> None:
         """Remember what a gate said of itself (None: nothing, or that it refuses us)."""
@@ -115,6 +145,7 @@ class Fleet:
         answers = await fan_out(targets, ask)
         for name, answer in answers.items():
             self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
+        self.rest()
 
     async def fence(self, caller: Caller, names: Iterable[str] | None = None) -> int:
         """Raise the fence at gates and read their status; the highest generation that a gate refused us with, or 0.
@@ -133,6 +164,7 @@ class Fleet:
                     self.take(name, None, f"{Reason.FENCE_POISONED.value}: it holds generation {held}")
                 else:
                     above = max(above, held)
+        self.rest()
         return above
 
     async def await_in_flight(self, deadline: Callable[[], float]) -> None:

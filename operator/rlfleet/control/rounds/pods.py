@@ -89,4 +89,10 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
         owned=is_owned(pod),
         unborn=is_unborn(pod),
         assigned=assigned_evidence(assigned) if assigned else None,
+        index=_index(pod),
     )
+
+
+def _index(pod: Mapping[str, Any]) -> int:
+    text = (pod["metadata"].get("labels") or {}).get(labels.ENGINE_INDEX, "")
+    return int(text) if text.isascii() and text.isdigit() else -1
