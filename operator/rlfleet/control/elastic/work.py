@@ -41,6 +41,8 @@ Problem = tuple[Reason, str]
 IDLE_SECONDS = 30.0
 #: Seconds between two looks at engines that have requests left.
 LOOK_SECONDS = 0.3
+#: Seconds for memory to be given back, and to be seen so: a gate looks at its devices for as long as they are too full.
+RELEASE_SECONDS = 20.0
 #: Seconds for engines to leave their routers.
 CLOSE_SECONDS = 15.0
 
@@ -183,7 +185,7 @@ class ElasticWork:
         for name in names:
             pool = self._fleet.pools.get(self._fleet.engines[name].pool)
             limit = ceiling(pool).residual_bytes if pool is not None else None
-            orders[name] = wire.ReleaseOrder(residual_bytes=limit, budget_seconds=self._left())
+            orders[name] = wire.ReleaseOrder(residual_bytes=limit, budget_seconds=min(RELEASE_SECONDS, self._left()))
         results = await self._order("Release", names, orders)
         await self._fleet.poll(names)
         for name in names:
