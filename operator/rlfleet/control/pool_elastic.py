@@ -21,6 +21,7 @@ from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.lifecycle import PodFact, Sleep
 from rlfleet.plan.pool_elastic import Elastic
 from rlfleet.plan.rounds import Engine
+from rlfleet.plan.topology import assigned_evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def sleepers(
             leaving=f.deleting,
             unwanted=f.uid in going,
             index=f.index,
+            assigned=assigned_evidence(f.assignment) if f.assignment else None,
         )
         for f in facts
     ]

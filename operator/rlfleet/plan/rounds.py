@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, Transport
-from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
 from rlfleet.plan.asleep import is_touched
-from rlfleet.plan.topology import Device
+from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
 
 TERMINAL = frozenset({"Succeeded", "Failed", "Superseded", "Cancelled", "Expired"})
 

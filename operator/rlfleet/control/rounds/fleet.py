@@ -23,8 +23,8 @@ from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
-from rlfleet.plan.dra import claim_evidence, uses
 from rlfleet.plan.demand import grants_of, held_devices
+from rlfleet.plan.dra import claim_evidence, uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.identity import is_poisoned
