@@ -38,8 +38,10 @@ demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a traine
 test: $(STAMP) ## all tests that need no root, WORKERS=2 files at a time, each worker with a cluster of its own
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model, slow scenarios (hours; ARGS="-k ...", POINTS=n, POINT=text: a part)
-	@RLFLEET_FAULT_REPORT=.fault/report.json RLFLEET_FAULT_POINTS=$(POINTS) RLFLEET_FAULT_POINT="$(POINT)" $(BIN)/python -m pytest tests/fault $(wildcard tests/model) e2e/scenarios -m "" $(ARGS)
+fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model, slow scenarios (hours; SHARD=1/3, STANDS=n, SECONDS=n per sweep, ARGS="-k ...", POINTS=n, POINT=text, REPEAT=n)
+	@RLFLEET_FAULT_REPORT=.fault/report$(if $(SHARD),-$(subst /,of,$(SHARD))).json RLFLEET_FAULT_SHARD=$(SHARD) \
+	  RLFLEET_FAULT_STANDS=$(STANDS) RLFLEET_FAULT_SECONDS=$(SECONDS) RLFLEET_FAULT_REPEAT=$(REPEAT) RLFLEET_FAULT_POINTS=$(POINTS) RLFLEET_FAULT_POINT="$(POINT)" \
+	  $(BIN)/python -m pytest tests/fault $(wildcard tests/model) e2e/scenarios -m "" $(ARGS)
 
 soak: $(STAMP) ## random faults for MINUTES=10, invariants checked all the time, memory flat (SEED=n for the same faults)
 	@$(BIN)/python -m tests.fault.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

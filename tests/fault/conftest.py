@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,21 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.conftest import fleet, operator
+from tests.fault.scenarios import Scenario
 from tests.fault.stand import Stand
-from tests.fault.sweep import Report
+from tests.fault.sweep import Crew, Report, Sweep, Try, in_shard
 
-__all__ = ["fleet", "make_stand", "operator", "report", "stand", "stands"]
+__all__ = ["fleet", "make_crew", "make_stand", "operator", "report", "stand", "stands"]
 
 #: Where the sweeps keep what they tried (`make fault` sets it); without it nothing is kept.
 REPORT = os.environ.get("RLFLEET_FAULT_REPORT")
+#: `make fault SHARD=2/3` makes the second third of all tries: for several machines, or several runs.
+SHARD = os.environ.get("RLFLEET_FAULT_SHARD") or ""
+#: `make fault STANDS=n`: fleets of one scenario at the same time.
+STANDS = int(os.environ.get("RLFLEET_FAULT_STANDS") or 2)
+#: `make fault SECONDS=n`: each sweep begins no try later than that; the next run goes on there.
+SECONDS = float(os.environ.get("RLFLEET_FAULT_SECONDS") or "inf")
+MakeCrew = Callable[..., Crew]
 _REPORT = pytest.StashKey[Report]()
 
 
@@ -60,6 +70,25 @@ def report(request: pytest.FixtureRequest) -> Report:
     found = Report(Path(REPORT) if REPORT else None)
     request.config.stash[_REPORT] = found
     return found
+
+
+@pytest.fixture
+def make_crew(cluster: LocalCluster, tmp_path: Path, report: Report) -> MakeCrew:
+    """Runs this shard's tries of a scenario on several stands at once; the crew, when it is done."""
+    numbers = itertools.count()
+
+    def make(kind: type[Scenario], tries: Callable[[Sweep], list[Try]], *, title: str = "") -> Crew:
+        def mine(sweep: Sweep) -> list[Try]:
+            return [one for one in tries(sweep) if in_shard(one.name, SHARD)]
+
+        def stand() -> Stand:
+            return Stand(cluster, tmp_path / f"stand-{next(numbers)}", **kind.stand_options)
+
+        crew = Crew(report, kind, stand, mine, title=title, until=time.monotonic() + SECONDS)
+        crew.run(min(STANDS, kind.most_stands))
+        return crew
+
+    return make
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

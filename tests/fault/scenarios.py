@@ -27,6 +27,8 @@ class Scenario:
     name = ""
     #: How a Stand for it differs from the default.
     stand_options: ClassVar[State] = {}
+    #: Stands of it that one machine bears at a time.
+    most_stands: ClassVar[int] = 8
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -177,6 +179,7 @@ class Mixed(Round):
     """A round with serialized and broadcast members: torch engines, real process groups."""
 
     name = "mixed-round"
+    most_stands: ClassVar[int] = 2
     stand_options: ClassVar[State] = {
         "engines": 3,
         "backend": "torch",
@@ -214,6 +217,10 @@ class Holding(Round):
     """One gate is frozen until the round is in Holding; its engine missed the round, and catches up."""
 
     name = "holding"
+    # A silent gate is waited for as long as the deadline's parts allow: the shorter, the sooner Holding comes.
+    stand_options: ClassVar[State] = {
+        "pipeline": {"sync": {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 30}}}
+    }
 
     def prepare(self) -> None:
         plain_round(self.stand)
