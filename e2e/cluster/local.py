@@ -7,9 +7,11 @@ machine: each has its own ports, certificates, address block and mark.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import httpx
 
 from e2e.cluster import pki, processes
 from e2e.cluster.audit import AuditEvent, read_audit
@@ -175,6 +179,30 @@ class LocalCluster:
                 if time.monotonic() > deadline:
                     raise ClusterError(f"not ready {seconds:g} s after {program} was killed: {error}") from error
             time.sleep(0.1)
+
+    def compact(self) -> int:
+        """Has etcd forget every revision before the present one, which is returned.
+
+        Lists that are continued and watches from an older resourceVersion end with 410 from then on, except where the
+        apiserver still has them in its watch cache: ``restart("kube-apiserver")`` empties that.
+        """
+        record = self._require()
+        apiserver = ControlPlane(self.state, {}, record.mark).process("kube-apiserver")
+        words = processes.command(apiserver) if apiserver is not None else []
+        server = next((w.partition("=")[2] for w in words if w.startswith("--etcd-servers=")), "")
+        if not server:
+            raise ClusterError("kube-apiserver does not run, so etcd's address is not known")
+        context = ssl.create_default_context(cafile=str(self.state / "pki" / "ca.crt"))
+        client = self.state / "pki" / "apiserver-etcd-client"
+        context.load_cert_chain(client.with_suffix(".crt"), client.with_suffix(".key"))
+        with httpx.Client(base_url=server, verify=context, timeout=30.0, trust_env=False) as http:
+            # Any key will do: the answer's header tells the revision.
+            found = http.post("/v3/kv/range", json={"key": base64.b64encode(b"/").decode()})
+            revision = int(found.raise_for_status().json()["header"]["revision"])
+            answer = http.post("/v3/kv/compaction", json={"revision": str(revision), "physical": True})
+            if answer.status_code != httpx.codes.OK:
+                raise ClusterError(f"etcd does not compact to {revision}: {answer.text}")
+        return revision
 
     def install(self) -> None:
         """Applies the CRDs and what the chart renders (again), and writes the operator's kubeconfig."""

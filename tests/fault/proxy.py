@@ -14,10 +14,10 @@ import asyncio
 import io
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,10 @@ from aiohttp import web
 
 from rlfleet.client import credentials
 from tests.fault.calls import Call, Journal
+from tests.fault.rules import CARRIED_OUT, Fault, Rule, Watching, at, nothing
+from tests.fault.stale import Snapshot
+
+__all__ = ["Fault", "FaultProxy", "Rule", "Watching", "at", "nothing", "of_record"]
 
 _START_SECONDS = 30.0
 #: Transports close in the turns of the loop after they were told to.
@@ -37,35 +41,6 @@ _PEER_SECONDS = 60.0
 _PARSED_BYTES = 256 * 2**10
 #: Writes to these are what ``arm`` counts: the durable record of rounds.
 _RECORD = ("/rlpipelines/", "/syncrounds/")
-
-
-class Fault(StrEnum):
-    """What happens to a call."""
-
-    KILL_BEFORE = "kill-before"  # the client dies, and the call never arrives
-    KILL_AFTER = "kill-after"  # the call is carried out, and the client dies before it learns of it
-    FREEZE_BEFORE = "freeze-before"  # the client is stopped; the call arrives when it is thawed
-    FREEZE_AFTER = "freeze-after"  # the call is carried out; the answer waits for the client to be thawed
-    CONFLICT = "409"
-    INVALID = "422"
-    THROTTLED = "429"  # with Retry-After: 1
-    ERROR = "500"  # refused without effect, but the client can not know that
-    BUSY = "503"
-    TIMEOUT = "504"  # carried out, and answered 504
-    RESET = "reset"  # the connection breaks, and the call never arrives
-    DROP = "drop"  # carried out, and the connection breaks instead of an answer
-    TRUNCATE = "truncate"  # carried out, and the connection breaks in the middle of the answer
-    DELAY = "delay"  # carried out late
-
-
-class Watching(StrEnum):
-    """What happens to watch streams of one kind."""
-
-    PASS = "pass"
-    HOLD = "hold"  # events (bookmarks too) wait until the mode changes: a stale view
-    CLOSE = "close"  # streams end, and new ones end at once
-    GONE = "gone"  # streams end with ERROR 410, new ones at once
-    FORBID = "forbid"  # new streams are refused with 403
 
 
 #: About one connection, not about the message; and what this client asks for itself.
@@ -88,45 +63,12 @@ _HOP_BY_HOP = frozenset(
 _REASONS = {
     403: "Forbidden",
     409: "Conflict",
+    410: "Expired",
     422: "Invalid",
     429: "TooManyRequests",
     503: "ServiceUnavailable",
     504: "Timeout",
 }
-_CARRIED_OUT = frozenset({Fault.KILL_AFTER, Fault.FREEZE_AFTER, Fault.TIMEOUT, Fault.DROP, Fault.TRUNCATE})
-
-
-@dataclass(slots=True)
-class Rule:
-    """``fault`` strikes calls that ``when`` accepts: ``times`` of them (0: all), after the first ``skip``."""
-
-    when: Callable[[Call], bool]
-    fault: Fault
-    times: int = 1
-    skip: int = 0
-    seconds: float = 0.0
-    seen: int = 0
-    struck: int = 0
-
-    def strikes(self, call: Call) -> bool:
-        """Count the call; whether it is struck."""
-        if (self.times and self.struck >= self.times) or not self.when(call):
-            return False
-        self.seen += 1
-        if self.seen <= self.skip:
-            return False
-        self.struck += 1
-        return True
-
-
-def at(point: str) -> Callable[[Call], bool]:
-    """Accepts the call with this ``Call.point``."""
-    return lambda call: call.point == point
-
-
-def nothing() -> None:
-    """For clients that no rule kills or freezes."""
-    raise AssertionError("this client can not be killed or frozen")
 
 
 class FaultProxy:
@@ -157,6 +99,10 @@ class FaultProxy:
         self.struck: list[Call] = []
         self.rules: list[Rule] = []
         self.watching: dict[str, Watching] = {}
+        #: Watches by kind that the apiserver itself ended because their version was too old.
+        self.expired: Counter[str] = Counter()
+        self._deaf: dict[str, float] = {}
+        self._old: dict[str, Snapshot] = {}
         self._thawed = threading.Event()
         self._outage = False
         self._streams: set[asyncio.Task[Any]] = set()
@@ -195,6 +141,17 @@ class FaultProxy:
     def set_watching(self, mode: Watching, *plurals: str) -> None:
         """Change what happens to watch streams of these kinds."""
         self.watching = {**self.watching, **dict.fromkeys(plurals, mode)}
+
+    def deafen(self, *plurals: str) -> None:
+        """Streams of these kinds that are open now never say anything again, and never end; new ones work."""
+        self._deaf |= dict.fromkeys(plurals, time.monotonic())
+
+    def go_back(self, *snapshots: Snapshot) -> None:
+        """Answer reads of these kinds, and watches of them too, as an apiserver would that has fallen behind: what
+        happened after the snapshot is not told. Without one: nobody is behind any more."""
+        self.watching = {k: m for k, m in self.watching.items() if k not in self._old}
+        self._old = {s.plural: s for s in snapshots}
+        self.watching |= dict.fromkeys(self._old, Watching.HOLD)
 
     @property
     def writes(self) -> list[str]:
@@ -266,6 +223,11 @@ class FaultProxy:
             return self._refusal(call, 503)
         if request.query.get("watch") in ("true", "1"):
             return await self._stream(request, call)
+        if call.read and (old := self._old.get(call.plural)) is not None:
+            call.fault = "stale"
+            call.status, body = old.answer(request.path, request.query)
+            self.journal.end(call)
+            return web.json_response(body, status=call.status)
         return await self._answer(request, call, raw)
 
     async def _peer(self, request: web.Request) -> web.StreamResponse:
@@ -300,7 +262,7 @@ class FaultProxy:
                 return self._cut(request)
             if fault is Fault.RESET:
                 return self._cut(request)
-            if fault not in _CARRIED_OUT:
+            if fault not in CARRIED_OUT:
                 return self._refusal(call, int(fault.value))
             status, headers, body = await self._carry_out(request, call, raw)
             if fault is Fault.KILL_AFTER:
@@ -381,6 +343,7 @@ class FaultProxy:
                 return self._refusal(call, 403)
             async with self._call(request, b"", "api") as answer:
                 call.status = answer.status
+                self.expired[call.plural] += answer.status == 410
                 if answer.status != 200:
                     return web.Response(status=answer.status, headers=_kept(answer), body=await answer.read())
                 response = web.StreamResponse(headers=_kept(answer))
@@ -408,7 +371,9 @@ class FaultProxy:
                     status |= {"reason": "Expired", "message": "too old resource version"}
                     await response.write(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
                     return
-                if mode is not Watching.HOLD and b"\n" in pending:
+                if call.began < self._deaf.get(call.plural, 0.0):
+                    pending = b""
+                elif mode is not Watching.HOLD and b"\n" in pending:
                     whole, _, pending = pending.rpartition(b"\n")
                     await response.write(whole + b"\n")
                 if chunk is None:
@@ -421,6 +386,7 @@ class FaultProxy:
                     if not data:
                         break
                     pending += data
+                    self.expired[call.plural] += b'"code":410' in data
             if self.watching.get(call.plural, Watching.PASS) is Watching.PASS and pending:
                 await response.write(pending)
         finally:

@@ -81,6 +81,21 @@ def everybody_serves(stand: Stand, count: int = 0) -> bool:
     )
 
 
+def awaits_next(stand: Stand) -> bool:
+    """The trainer must come first: an engine is closed, and only a newer version can open it (the sender keeps one)."""
+    status = stand.fleet.status("rlpipeline", "p")
+    ready = _conditions(status).get("Ready")
+    pods = stand.fleet.engines()
+    known = {e.get("podUID") for e in stand.fleet.status("enginepool", "e").get("engines") or []}
+    return (
+        ready == ("False", "AwaitingRound")
+        and not status.get("activeOperation")
+        and known == {p["metadata"]["uid"] for p in pods}
+        and all(condition(p, "Ready") == "True" and "deletionTimestamp" not in p["metadata"] for p in pods)
+        and len(pods) == stand.engines
+    )
+
+
 def fleet_state(stand: Stand) -> State:
     """Engines, pools and pipeline as they relate to what is committed."""
     fleet = stand.fleet
@@ -164,7 +179,7 @@ class Round(Scenario):
         )
 
     def over(self) -> bool:
-        return self.ended() and everybody_serves(self.stand)
+        return self.ended() and (everybody_serves(self.stand) or awaits_next(self.stand))
 
     def end_state(self) -> State:
         status = self.fleet.status("syncround", self.round)
@@ -214,9 +229,31 @@ class Poisoned(Round):
 
 
 class Holding(Round):
-    """One gate is frozen until the round is in Holding; its engine missed the round, and catches up."""
+    """A load fails and none may be missing: the round holds both engines closed, loads again, and commits."""
 
     name = "holding"
+    stand_options: ClassVar[State] = {
+        "pipeline": {
+            "sync": {
+                "deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60},
+                "maxUnavailable": 0,
+            }
+        }
+    }
+
+    def prepare(self) -> None:
+        plain_round(self.stand)
+
+    def begin(self, arm: Arm) -> None:
+        self.fleet.fault(self.fleet.engines()[0], DISK, action="http500", times=1, when="after")
+        arm()
+        self.order()
+
+
+class Silent(Round):
+    """One gate is frozen until the round holds because of it; its engine missed the round, and catches up."""
+
+    name = "silent-gate"
     # A silent gate is waited for as long as the deadline's parts allow: the shorter, the sooner Holding comes.
     stand_options: ClassVar[State] = {
         "pipeline": {"sync": {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 30}}}
@@ -355,4 +392,14 @@ def _is_trainer(pod: State) -> bool:
     return (pod["metadata"].get("labels") or {}).get("app") == "trainer"
 
 
-SCENARIOS: tuple[type[Scenario], ...] = (Round, Takeover, CatchUp, Poisoned, Holding, ScaleUp, Deletion, Mixed)
+SCENARIOS: tuple[type[Scenario], ...] = (
+    Round,
+    Takeover,
+    CatchUp,
+    Poisoned,
+    Holding,
+    Silent,
+    ScaleUp,
+    Deletion,
+    Mixed,
+)
