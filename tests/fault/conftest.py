@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ SHARD = os.environ.get("RLFLEET_FAULT_SHARD") or ""
 STANDS = int(os.environ.get("RLFLEET_FAULT_STANDS") or 2)
 #: `make fault SECONDS=n`: each sweep begins no try later than that; the next run goes on there.
 SECONDS = float(os.environ.get("RLFLEET_FAULT_SECONDS") or "inf")
+#: `make fault REPEAT=n` makes each try so many times: for faults that depend on how fast things are.
+REPEAT = int(os.environ.get("RLFLEET_FAULT_REPEAT") or 1)
 MakeCrew = Callable[..., Crew]
 _REPORT = pytest.StashKey[Report]()
 
@@ -79,7 +82,8 @@ def make_crew(cluster: LocalCluster, tmp_path: Path, report: Report) -> MakeCrew
 
     def make(kind: type[Scenario], tries: Callable[[Sweep], list[Try]], *, title: str = "") -> Crew:
         def mine(sweep: Sweep) -> list[Try]:
-            return [one for one in tries(sweep) if in_shard(one.name, SHARD)]
+            every = [replace(one, number=n) for n in range(1, REPEAT + 1) for one in tries(sweep)]
+            return [one for one in every if in_shard(one.name, SHARD)]
 
         def stand() -> Stand:
             return Stand(cluster, tmp_path / f"stand-{next(numbers)}", **kind.stand_options)

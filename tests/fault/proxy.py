@@ -31,8 +31,9 @@ from tests.fault.calls import Call, Journal
 from tests.fault.rules import CARRIED_OUT, Fault, Rule, Watching, at, nothing
 from tests.fault.stale import Snapshot
 
-__all__ = ["Fault", "FaultProxy", "Rule", "Watching", "at", "nothing", "of_record"]
+__all__ = ["RETRY_AFTER_SECONDS", "Fault", "FaultProxy", "Rule", "Watching", "at", "nothing", "of_record"]
 
+RETRY_AFTER_SECONDS = 1
 _START_SECONDS = 30.0
 #: Transports close in the turns of the loop after they were told to.
 _CLOSE_SECONDS = 0.1
@@ -294,7 +295,7 @@ class FaultProxy:
 
     @staticmethod
     def _refusal(call: Call, code: int) -> web.Response:
-        headers = {"Retry-After": "1"} if code == 429 else {}
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if code == 429 else {}
         if call.lane == "peer":
             body: Any = {"reason": "Busy", "message": f"scripted {code}"} if code == 409 else f"scripted {code}"
             return web.json_response(body, status=code, headers=headers)

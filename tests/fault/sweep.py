@@ -39,15 +39,16 @@ MOST_BAD = 8
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One fault at one point."""
+    """One fault at one point. ``number``: which of several times."""
 
     point: str
     fault: Fault
+    number: int = 1
 
     @property
     def name(self) -> str:
         """In reports."""
-        return f"{self.fault.value} {self.point}"
+        return f"{self.fault.value} {self.point}" + (f" ({self.number})" if self.number > 1 else "")
 
 
 @dataclass(slots=True)

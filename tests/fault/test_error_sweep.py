@@ -10,7 +10,7 @@ import pytest
 from e2e.scenarios.kit import TERMINAL, wait_until
 from tests.fault.calls import Call
 from tests.fault.conftest import MakeCrew
-from tests.fault.proxy import Fault, Rule, of_record
+from tests.fault.proxy import RETRY_AFTER_SECONDS, Fault, Rule, of_record
 from tests.fault.scenarios import DISK, Round, plain_round
 from tests.fault.stand import Stand
 from tests.fault.sweep import Outcome, Report, Sweep, Try, healthy, sample, swept
@@ -101,6 +101,22 @@ def test_every_write_of_the_record_is_struck_once(stand: Stand, fault: Fault) ->
     struck = strike_each_once(stand, fault, of_record)
     phases = {f"PATCH syncrounds/round/status phase={p}" for p in ("Planned", "Staging", "Transferring", "Succeeded")}
     assert phases | {"PATCH rlpipelines/p/status claim Refresh", "PATCH rlpipelines/p/status commit"} <= struck
+
+
+def test_a_write_that_is_throttled_is_not_repeated_before_it_may_be(stand: Stand) -> None:
+    stand.wait_steady("the fleet to be steady before a round")
+    stand.proxy.watch()
+    rule = stand.proxy.strike(Rule(Once(of_record), Fault.THROTTLED, times=3))
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    name = stand.fleet.order(version)
+    after(stand, name)
+    calls = list(stand.journal.calls)
+    assert rule.struck == 3
+    for refused in stand.proxy.struck:
+        assert refused.ended is not None
+        again = next(c for c in calls if c.label == refused.label and c.number > refused.number)
+        assert again.began - refused.ended >= RETRY_AFTER_SECONDS, (refused.point, again.began - refused.ended)
 
 
 @pytest.mark.parametrize("phase", ["Staging", "Transferring"])
