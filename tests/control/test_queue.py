@@ -176,6 +176,29 @@ async def test_what_an_error_means(error: Exception, gap: float) -> None:
     assert len(seen.runs[A]) == 2
 
 
+@pytest.mark.parametrize("when", ["while it runs", "while it waits"])
+async def test_nobody_has_a_key_run_before_a_retry_after_is_over(when: str) -> None:
+    async def answer(key: QueueKey, count: int) -> Result:
+        if key == A and count == 1:
+            if when == "while it runs":
+                queue.enqueue(A, priority=Priority.ROUND)
+            raise TooManyRequests("slow down", retry_after=9)
+        return Done()
+
+    seen = Recorder(answer)
+    queue = WorkQueue(seen, jitter=0)
+    queue.enqueue(A)
+    queue.enqueue(B, after=5)
+    if when == "while it waits":
+        asyncio.get_running_loop().call_later(2, queue.enqueue, A)
+    await running(queue, 60)
+    assert seen.runs[A] == [seen.runs[A][0], seen.runs[A][0] + 9]
+    assert seen.runs[B] == [seen.runs[A][0] + 5]
+    queue.enqueue(A)
+    await running(queue, 60)
+    assert len(seen.runs[A]) == 3, "once it is over it is over"
+
+
 async def test_terminal_is_not_repeated_until_something_changes() -> None:
     async def answer(key: QueueKey, count: int) -> Result:
         raise Terminal("invalid")

@@ -4,7 +4,7 @@ Invariants:
 - one key is never worked on twice at the same time; an ``enqueue`` while it runs makes it run once more afterwards;
 - any number of enqueues of a waiting key are one run; the earliest due time and the best priority win;
 - a failing key waits longer each time (exponential, with jitter) and is forgiven at its first success; it delays
-  nobody else.
+  nobody else. Whoever enqueues it meanwhile has it run at once, except before a Retry-After of the apiserver is over.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class WorkQueue:
         self._again: dict[QueueKey, _Waiting] = {}
         self._running: dict[QueueKey, asyncio.Task[None]] = {}
         self._failures: dict[QueueKey, int] = {}
+        self._not_before: dict[QueueKey, float] = {}
         self._delayed: list[tuple[float, int, QueueKey]] = []
         self._ready: list[tuple[int, int, QueueKey]] = []
         self._wake = asyncio.Event()
@@ -137,7 +138,7 @@ class WorkQueue:
         """Have ``key`` reconciled, at the earliest after ``after`` seconds; merges with what is already asked."""
         if self._draining:
             return
-        due = asyncio.get_running_loop().time() + max(0.0, after)
+        due = max(asyncio.get_running_loop().time() + max(0.0, after), self._not_before.get(key, 0.0))
         into = self._again if key in self._running else self._waiting
         known = into.get(key)
         if known is not None:
@@ -229,6 +230,7 @@ class WorkQueue:
             if not self._valid((ticket, key)):
                 continue
             del self._waiting[key]
+            self._not_before.pop(key, None)
             self._running[key] = loop.create_task(self._work(key), name=f"reconcile {'/'.join(key)}")
 
     async def _work(self, key: QueueKey) -> None:
@@ -259,6 +261,7 @@ class WorkQueue:
             log.debug("%s: again: %s", "/".join(key), e)
             return "Retry", self._backoff(key, e.after)
         except TooManyRequests as e:
+            self._not_before[key] = asyncio.get_running_loop().time() + e.retry_after
             return "Retry", self._backoff(key, e.retry_after)
         except Conflict as e:
             log.debug("%s: lost a race, again: %s", "/".join(key), e)
