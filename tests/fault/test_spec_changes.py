@@ -79,7 +79,7 @@ class Change:
 
 
 PIPELINE, POOL = "rlpipeline", "enginepool"
-NOWHERE = [{"name": "nowhere", "type": "sglang-router", "url": "http://127.0.0.1:9"}]
+NOWHERE = [{"name": "nowhere", "type": "SGLangRouter", "url": "http://127.0.0.1:9"}]
 CHANGES = [
     Change(
         "shorter deadlines",
@@ -117,7 +117,13 @@ CHANGES = [
     Change("more engines", POOL, {"replicas": 3}, {"replicas": 2}),
     Change("fewer engines", POOL, {"replicas": 1}, {"replicas": 2}),
     Change("no engines", POOL, {"replicas": 0}, {"replicas": 2}, ends=frozenset({"Succeeded", "Failed"})),
-    Change("a router that nobody answers for", POOL, {"routers": NOWHERE}, {"routers": []}),
+    Change(
+        "a router that nobody answers for",
+        POOL,
+        {"routers": NOWHERE},
+        {"routers": []},
+        ends=frozenset({"Succeeded", "Failed"}),
+    ),
 ]
 
 
