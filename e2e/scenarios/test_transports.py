@@ -92,6 +92,35 @@ def three_free_ports() -> int:
             return first
 
 
+def test_weights_that_do_not_fit_stream_in_buckets_beside_a_broadcast(fleet: Fleet) -> None:
+    pipeline(fleet, "Auto", bucketMiB=1)
+    fleet.pool(
+        2, backend="torch", placement=pinned([TRAIN[0], FREE[0]]), gate={"image": "rlfleet/gate", "stagingMiB": 2}
+    )
+    fleet.trainer()
+    pods = fleet.ready_engines(2, 240)
+    fleet.publish(-1, bulk=1)
+    refused = fleet.ended(fleet.order(-1))["status"]["failure"]
+    assert (refused["stage"], refused["reason"]) == ("Planned", "StagingTooLarge")
+    assert "use spec.transport.staging Bucket" in refused["message"]
+    pipeline(fleet, "Auto", bucketMiB=1, staging="Bucket")
+    done = fleet.ended(fleet.order(-1, attempt=2))["status"]
+    assert done["phase"] == "Succeeded", done
+    plan = done["plan"]
+    assert (plan["staging"], plan["bucketMiB"], plan["serialized"], plan["broadcast"]) == ("Bucket", 1, 1, 1)
+    assert len({fleet.checksum(p) for p in pods}) == 1
+    # An engine that fails between two buckets holds neither version: it stays closed until it was loaded anew.
+    streamed = next(m["engine"] for m in plan["members"] if m["transport"] == "Serialized")
+    broken = next(p for p in pods if p["metadata"]["name"] == streamed)
+    fleet.fault(broken, "update_weights_from_disk", action="http400", when="after", times=1)
+    fleet.publish(1, bulk=1)
+    done = fleet.ended(fleet.order(1))["status"]
+    assert (done["phase"], done["committed"]) == ("Succeeded", True), done
+    for pod in pods:
+        fleet.serving(pod, 1)
+    assert len({fleet.checksum(p) for p in pods}) == 1
+
+
 @pytest.mark.parametrize(
     ("mode", "devices", "reason", "valid"),
     [

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import Transport
+from rlfleet.api.v1alpha1.syncround_status import RoundPlan as PlannedRow
+from rlfleet.api.wire import StagingMode, Transport
+from rlfleet.control.rounds.plan_record import plan_of, plan_row
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Engine, RoundPlan
 from rlfleet.plan.topology import Device
-from rlfleet.plan.transport import Choice, Refusal, choose
+from rlfleet.plan.transport import MIB, Choice, Cut, Refusal, choose
 from tests.plan.rounds_kit import cache, engine, gate, sender
 
 Devices = frozenset[Device]
@@ -407,3 +409,68 @@ def test_the_plan_says_why_an_engine_is_serialized() -> None:
         "d": "",
     }
     assert {m.reason for m in frozen("CPUSerialize", fleet, None).members} == {""}  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------ staging
+
+FULL, BUCKET = StagingMode.FULL, StagingMode.BUCKET
+
+
+@pytest.mark.parametrize(
+    ("cut", "total", "capacity", "message"),
+    [
+        (Cut(), 1000, 1000, None),
+        (
+            Cut(),
+            1001,
+            1000,
+            "1001 bytes do not fit into the staging volume of e (1000 bytes usable); raise spec.gate.stagingMiB and "
+            "the gate's memory limit, or use spec.transport.staging Bucket",
+        ),
+        (Cut(BUCKET, 1, ("w", 10)), 5 * MIB, MIB, None),
+        (Cut(BUCKET, 8, ("w", 10)), 1000, 1000, None),  # smaller than one bucket
+        (
+            Cut(BUCKET, 2, ("w", 10)),
+            5 * MIB,
+            MIB,
+            "a bucket of 2097152 bytes does not fit into the staging volume of e (1048576 bytes usable); lower "
+            "spec.transport.bucketMiB, or raise spec.gate.stagingMiB and the gate's memory limit",
+        ),
+        (
+            Cut(BUCKET, 1, ("model.embed", 3 * MIB)),
+            5 * MIB,
+            2 * MIB,
+            "tensor 'model.embed' has 3145728 bytes and travels by itself, more than the staging volume of e holds "
+            "(2097152 bytes usable); raise spec.gate.stagingMiB and the gate's memory limit",
+        ),
+        (Cut(BUCKET, 0, ("w", 10)), 1001, 1000, "a bucket of 1001 bytes does not fit"),
+    ],
+)
+def test_what_does_not_fit_the_memory_volume_is_refused_before_anything_is_touched(
+    cut: Cut, total: int, capacity: int, message: str | None
+) -> None:
+    refusal = cut.refuse("e", total, capacity)
+    if message is None:
+        assert refusal is None
+        return
+    assert refusal is not None
+    assert refusal.reason is Reason.STAGING_TOO_LARGE
+    assert message in refusal.message
+
+
+def test_a_plan_freezes_how_its_bytes_are_cut() -> None:
+    fleet = {"a": Slot(ON, 1), "d": Slot(frozenset({Device("n1", "GPU-9")}), 1)}
+    plan = frozen("Auto", fleet, TRAIN, cut=Cut(BUCKET, 1, ("w", 10)), total_bytes=10**9)
+    assert isinstance(plan, Refusal)  # the reference gate reports 10,000 bytes
+    plan = frozen("Auto", fleet, TRAIN, cut=Cut(BUCKET, 1, ("w", 10)), total_bytes=9_999)
+    assert isinstance(plan, RoundPlan)
+    assert (plan.staging, plan.bucket_mib) == (BUCKET, 1)
+    serialized, broadcast = plan.members
+    assert (plan.streams(serialized), plan.needs_sender(serialized)) == (True, True)
+    assert (plan.streams(broadcast), plan.needs_sender(broadcast)) == (False, True)
+    full = frozen("Auto", fleet, TRAIN)
+    assert isinstance(full, RoundPlan)
+    assert [full.needs_sender(m) for m in full.members] == [False, True]
+    written = {"plan": plan_row(plan)}
+    assert plan_of(written) == plan
+    PlannedRow.model_validate(written["plan"])

@@ -29,6 +29,7 @@ TIME_FIELDS = frozenset(
         "teardownSeconds",
         "deadlineSeconds",
         "drainSeconds",
+        "stallSeconds",
     }
 )
 

@@ -3,7 +3,8 @@
 Invariants:
 - a load record is durable, and the proof of earlier weights withdrawn, before the first call that can touch a weight.
   Joining the broadcast group comes before that: a rendezvous that fails leaves the engine provably untouched;
-- serialized bytes were hashed by this gate before the load is allowed;
+- serialized bytes were hashed by this gate before the load is allowed; with staging Bucket each bucket before it is
+  loaded, and the load has ended well only when every bucket of the manifest was loaded once;
 - an unchanged checksum is judged only against weights that were proven before; for a fresh engine it says nothing.
 """
 
@@ -84,7 +85,11 @@ async def load(ctx: GateContext, request: OperationRequest) -> Result:
         raise GateError(
             ErrorReason.DEADLINE_EXCEEDED, "no time is left of the order's budgetSeconds: nothing was loaded"
         )
-    run = _broadcast if order.transport is Transport.BROADCAST else _directory
+    run = _directory
+    if order.transport is Transport.BROADCAST:
+        run = _broadcast
+    elif staging.is_streamed:
+        run = _buckets
     await run(ctx, request, order, staging, before, bounds)
     return {
         "checksumBefore": before.digest if before else None,
@@ -145,6 +150,44 @@ async def _directory(
     path = str(ctx.area.directory)
     seconds = bounds.left(time.monotonic(), order.transport_seconds)
     await begun.guard("load", ctx.engine.adapter.load_directory(path, seconds=seconds))
+    begun.end(OperationState.SUCCEEDED)
+
+
+async def _buckets(
+    ctx: GateContext,
+    request: OperationRequest,
+    order: LoadOrder,
+    staging: Staging,
+    before: Checksum | None,
+    bounds: Bounds,
+) -> None:
+    """Load bucket by bucket as the sender brings them. Until the first is here nothing is touched or recorded."""
+    ctx.area.drop_loaded()
+    stream = staging.open_stream()
+    begun: _Begun | None = None
+    until = bounds.transport_until(time.monotonic())
+    count = len(staging.buckets)
+    try:
+        for index in range(count):
+            try:
+                await stream.bucket(until - time.monotonic())
+            except GateError:
+                if begun is not None:
+                    begun.end(OperationState.FAILED)
+                raise
+            begun = begun or _Begun(ctx, request, order, before)
+            seconds = bounds.left(time.monotonic(), order.collective_seconds + order.teardown_seconds)
+            load_one = ctx.engine.adapter.load_directory(str(ctx.area.directory), seconds=seconds)
+            await begun.guard(f"load of bucket {index} of {count}", load_one)
+            ctx.area.drop_loaded()
+            await stream.done()
+    except GateError as e:
+        await stream.fail(e)
+        raise
+    finally:
+        staging.close_stream()
+        ctx.area.drop_loaded()
+    assert begun is not None  # a manifest has at least one bucket
     begun.end(OperationState.SUCCEEDED)
 
 

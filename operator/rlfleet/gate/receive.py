@@ -26,6 +26,8 @@ from rlfleet.gate.staging import Staging, StagingArea
 
 #: Seconds without a byte after which a receive ends; the sender's own deadline is shorter or longer as it likes.
 IDLE_SECONDS = 60.0
+#: Seconds that a pushed bucket waits for the load which is to take it: the two are ordered at the same time.
+LOAD_SECONDS = 15.0
 
 
 class TensorHasher:
@@ -84,7 +86,8 @@ async def receive_bucket(area: StagingArea, staging: Staging, index: int, reques
     if older is not None:
         older.cancel()
         await asyncio.gather(older, return_exceptions=True)
-    task = asyncio.create_task(_receive(area, staging, index, request.content, expected))
+    receive = _pass_on if staging.is_streamed else _receive
+    task = asyncio.create_task(receive(area, staging, index, request.content, expected))
     staging.receivers[index] = task
     try:
         await asyncio.wait({task})
@@ -116,6 +119,36 @@ async def _receive(area: StagingArea, staging: Staging, index: int, body: Stream
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
+
+
+async def _pass_on(area: StagingArea, staging: Staging, index: int, body: StreamReader, expected: int) -> None:
+    """Mode Bucket: wait for the bucket's turn, receive and check it, and until the engine has loaded it."""
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            await staging.opened.wait()
+    except TimeoutError:
+        raise GateError(ErrorReason.NOT_STAGED, f"bucket {index}: no load asked for it in {LOAD_SECONDS:g} s") from None
+    stream = staging.stream
+    assert stream is not None
+    path = area.incoming()
+    try:
+        await stream.turn(index)
+        with contextlib.ExitStack() as stack:
+            handle = _create(path, stack)
+            _write(handle, safetensors_header(staging.buckets[index]))
+            await _stream(body, TensorHasher(staging.buckets[index]), handle, index, expected)
+        area.place(staging, index, path)
+        staging.error = None
+        await stream.deliver(index)
+    except GateError as e:
+        staging.error = e.body()
+        await stream.fail(GateError(ErrorReason.TRANSPORT_FAILED, f"bucket {index}: {e.message}"))
+        raise
+    except asyncio.CancelledError:
+        await stream.fail(GateError(ErrorReason.TRANSPORT_FAILED, f"the push of bucket {index} was broken off"))
+        raise
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _create(path: Path, stack: contextlib.ExitStack) -> int:

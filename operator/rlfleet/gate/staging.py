@@ -4,7 +4,8 @@ Invariants:
 - a file in the load directory is complete and every tensor in it had the manifest's hash when it was moved there, so
   the directory never shows the engine a byte that was not checked;
 - file names are made from indexes and counts only; no text from a request becomes part of a path;
-- one round's bytes at a time: what an earlier round staged is deleted before room for the next is promised.
+- one round's bytes at a time: what an earlier round staged is deleted before room for the next is promised;
+- with staging Bucket there is at most one bucket, and it is deleted before the next may come.
 
 Files in memory survive a restart of the gate (the volume belongs to the pod). What was complete is found again; what
 was being received is deleted.
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rlfleet.api.manifest import Manifest, TensorEntry, safetensors_header
-from rlfleet.api.wire import ErrorBody, ErrorReason, PrepareOrder, StagedReport, Transport
+from rlfleet.api.wire import ErrorBody, ErrorReason, PrepareOrder, StagedReport, StagingMode, Transport
 from rlfleet.gate.errors import GateError
+from rlfleet.gate.stream import BucketStream
 
 #: Headers, directories and page rounding beside the tensors' bytes.
 MARGIN_BYTES = 2**20
@@ -48,6 +50,11 @@ class Staging:
     error: ErrorBody | None = None
     receivers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     buckets: list[tuple[TensorEntry, ...]] = field(default_factory=list)
+    mode: StagingMode = StagingMode.FULL
+    stream: BucketStream | None = None
+    """Mode Bucket, while a load runs: where the push and the load meet."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there is a stream."""
 
     def take(self, manifest: Manifest) -> None:
         """Remember the manifest, with its tensors grouped once: looking them up per bucket would be quadratic."""
@@ -67,15 +74,33 @@ class Staging:
             order.transport,
             order.total_bytes,
             sender=order.sender_incarnation,
+            mode=order.staging,
         )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Bytes pass through while the engine loads; only the manifest is staged."""
+        return self.transport is Transport.SERIALIZED and self.mode is StagingMode.BUCKET
+
+    def open_stream(self) -> BucketStream:
+        """A load begins: let buckets come, from the first one."""
+        self.stream = BucketStream(len(self.buckets))
+        self.opened.set()
+        return self.stream
+
+    def close_stream(self) -> None:
+        """The load has ended: what is pushed now waits for another one."""
+        self.stream = None
+        self.opened.clear()
 
     def same(self, other: Staging) -> bool:
         """Whether both expect the same bytes for the same work, so that what is here can be kept."""
-        return (self.operation, self.manifest_digest, self.transport, self.total_bytes) == (
+        return (self.operation, self.manifest_digest, self.transport, self.total_bytes, self.mode) == (
             other.operation,
             other.manifest_digest,
             other.transport,
             other.total_bytes,
+            other.mode,
         )
 
     @property
@@ -88,7 +113,9 @@ class Staging:
         """Everything that a load needs is here and checked."""
         if self.manifest is None:
             return False
-        return self.transport is Transport.BROADCAST or len(self.complete) == len(self.manifest.bucket_bytes)
+        if self.transport is Transport.BROADCAST or self.is_streamed:
+            return True
+        return len(self.complete) == len(self.manifest.bucket_bytes)
 
     def report(self) -> StagedReport:
         """For the gate's status."""
@@ -100,6 +127,7 @@ class Staging:
             manifest_received=self.manifest is not None,
             received_bytes=self.received_bytes,
             total_bytes=self.total_bytes,
+            staging=self.mode,
             complete=self.is_complete,
             error=self.error,
         )
@@ -113,6 +141,7 @@ class Staging:
             "transport": self.transport.value,
             "totalBytes": self.total_bytes,
             "sender": self.sender,
+            "staging": self.mode.value,
         }
 
 
@@ -145,6 +174,7 @@ class StagingArea:
             Transport(durable["transport"]),
             int(durable["totalBytes"]),
             sender=durable.get("sender"),
+            mode=StagingMode(durable.get("staging") or StagingMode.FULL),
         )
         try:
             manifest = Manifest.model_validate_json((self._root / _MANIFEST).read_bytes())
@@ -154,6 +184,8 @@ class StagingArea:
             self._wipe()
         else:
             staging.take(manifest)
+            if staging.is_streamed:
+                self.drop_loaded()
             for index, bucket in enumerate(staging.buckets):
                 header = len(safetensors_header(bucket))
                 with contextlib.suppress(FileNotFoundError):
@@ -173,11 +205,12 @@ class StagingArea:
             self.staging.sender = staging.sender
             return
         await self.discard()
-        if staging.transport is Transport.SERIALIZED and staging.total_bytes > self.usable_bytes:
+        whole = staging.transport is Transport.SERIALIZED and not staging.is_streamed
+        if whole and staging.total_bytes > self.usable_bytes:
             raise GateError(
                 ErrorReason.STAGING_TOO_LARGE,
                 f"{staging.total_bytes} bytes do not fit: {self.usable_bytes} may be staged here; raise "
-                "spec.gate.stagingMiB and the gate's memory limit, or use transport Broadcast",
+                "spec.gate.stagingMiB and the gate's memory limit, or use spec.transport.staging Bucket",
             )
         self._make_directories()
         self.staging = staging
@@ -211,8 +244,14 @@ class StagingArea:
                 )
             return
         staging.take(manifest)
+        if staging.is_streamed:
+            self._refuse_large_bucket(staging)
         headers = sum(len(safetensors_header(bucket)) for bucket in staging.buckets)
-        if staging.transport is Transport.SERIALIZED and staging.total_bytes + headers > self.capacity_bytes:
+        if (
+            not staging.is_streamed
+            and staging.transport is Transport.SERIALIZED
+            and staging.total_bytes + headers > self.capacity_bytes
+        ):
             staging.manifest = None
             raise GateError(
                 ErrorReason.STAGING_TOO_LARGE,
@@ -223,6 +262,28 @@ class StagingArea:
         temporary.write_bytes(manifest.model_dump_json(by_alias=True).encode())
         temporary.replace(self._root / _MANIFEST)
 
+    def _refuse_large_bucket(self, staging: Staging) -> None:
+        for index, bucket in enumerate(staging.buckets):
+            needed = sum(t.nbytes for t in bucket) + len(safetensors_header(bucket))
+            if needed > self.capacity_bytes:
+                staging.manifest = None
+                what = f"tensor {bucket[0].name!r} alone" if len(bucket) == 1 else f"bucket {index}"
+                raise GateError(
+                    ErrorReason.STAGING_TOO_LARGE,
+                    f"{what} needs {needed} bytes of the memory volume, which has {self.capacity_bytes}; raise "
+                    "spec.gate.stagingMiB and the gate's memory limit, or lower spec.transport.bucketMiB",
+                )
+
+    def drop_loaded(self) -> None:
+        """Delete what the engine was given to load, so that the next bucket has room."""
+        for path in self.directory.glob("*.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def place(self, staging: Staging, index: int, path: Path) -> None:
+        """Move one checked bucket to where the engine loads it, by itself."""
+        assert staging.manifest is not None
+        path.replace(self._final(index, staging.manifest))
+
     def incoming(self) -> Path:
         """A new name for a file that is being received."""
         self._sequence += 1
@@ -231,7 +292,7 @@ class StagingArea:
     def finish(self, staging: Staging, index: int, path: Path) -> None:
         """Move a checked file to where the engine loads it."""
         assert staging.manifest is not None
-        path.replace(self._final(index, staging.manifest))
+        self.place(staging, index, path)
         staging.complete.add(index)
 
     def _final(self, index: int, manifest: Manifest) -> Path:

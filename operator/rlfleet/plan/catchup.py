@@ -16,10 +16,10 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.wire import SenderStatus
 from rlfleet.plan.allowance import ALLOWANCE, Count, caught_up, count, spent
-from rlfleet.plan.freeze import assign
+from rlfleet.plan.freeze import AS_PUBLISHED, assign
 from rlfleet.plan.rounds import Committed, Engine, RoundPlan, RoundRef, can_join, held, layout_of
 from rlfleet.plan.topology import Device
-from rlfleet.plan.transport import Refusal
+from rlfleet.plan.transport import Cut, Refusal
 from rlfleet.plan.triage import Settlement
 from rlfleet.plan.verdicts import Entry, Verdict, to_replace
 
@@ -49,6 +49,7 @@ class Transporting:
     verify: str
     disputes: tuple[str, ...] = ()
     """What sources say differently of the trainer's devices."""
+    cut: Cut = AS_PUBLISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def choose_members(
             verify=how.verify,
             confirmed=known,
             disputes=how.disputes,
+            cut=how.cut,
         )
 
     ordered = sorted(engines, key=lambda e: (e.pool, e.name))

@@ -8,13 +8,17 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
 from rlfleet.plan.quiesce import refuse_mode
 from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, layout_of, unavailable_limit
 from rlfleet.plan.topology import Device
-from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.transport import Cut, Refusal, choose
+
+#: Whole weights in the gates' memory, in the buckets that the trainer made.
+AS_PUBLISHED = Cut()
 
 
 def freeze(
@@ -30,6 +34,7 @@ def freeze(
     max_unavailable: int | str,
     quiesce: PauseMode | None = None,
     disputes: Sequence[str] = (),
+    cut: Cut = AS_PUBLISHED,
 ) -> RoundPlan | Refusal:
     """Freeze the members of a Refresh: every live engine whose gate answers and has met its engine.
 
@@ -59,10 +64,11 @@ def freeze(
         verify=verify,
         quiesce=quiesce,
         disputes=disputes,
+        cut=cut,
     )
     if isinstance(plan, Refusal):
         return plan
-    return RoundPlan(plan.members, plan.world_size, tuple(sorted(e.name for e in silent)))
+    return replace(plan, silent=tuple(sorted(e.name for e in silent)))
 
 
 def assign(
@@ -76,6 +82,7 @@ def assign(
     total_bytes: int,
     verify: str,
     quiesce: PauseMode | None = None,
+    cut: Cut = AS_PUBLISHED,
     confirmed: frozenset[str] = frozenset(),
     fleet: Sequence[Engine] = (),
     disputes: Sequence[str] = (),
@@ -118,14 +125,14 @@ def assign(
         rank = offset if how.transport is Transport.BROADCAST else None
         offset += size if rank is not None else 0
         members.append(Member(e.name, e.pod_uid, e.incarnation, how.transport, size, rank, how.reason))
-        refusal = _capable(e, how.transport, total_bytes, verify)
+        refusal = _capable(e, how.transport, total_bytes, verify, cut)
         if refusal is not None:
             return refusal
     if verify == "Required":
         lone = _lone([e for e in ready if layout_of(e) not in confirmed])
         if lone is not None:
             return lone
-    plan = RoundPlan(tuple(members), offset)
+    plan = RoundPlan(tuple(members), offset, staging=cut.staging, bucket_mib=cut.bucket_mib)
     needed = {"Serialized"} if plan.of(Transport.SERIALIZED) else set()
     if plan.of(Transport.BROADCAST):
         needed.add(f"Broadcast/{backend}")
@@ -155,7 +162,7 @@ def _lone(ready: Sequence[Engine]) -> Refusal | None:
     return None
 
 
-def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str) -> Refusal | None:
+def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str, cut: Cut) -> Refusal | None:
     assert e.status is not None
     capabilities = set(e.status.capabilities)
     if transport.value not in capabilities:
@@ -164,12 +171,10 @@ def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str) -> 
             f"engine {e.name} ({e.status.engine.type} {e.status.engine.version or '?'}) can not take {transport.value} "
             "weights; change spec.transport or the engine's image",
         )
-    if transport is Transport.SERIALIZED and total_bytes > e.status.staging_capacity_bytes:
-        return Refusal(
-            Reason.STAGING_TOO_LARGE,
-            f"{total_bytes} bytes do not fit into the staging volume of {e.name} "
-            f"({e.status.staging_capacity_bytes} bytes usable); raise spec.gate.stagingMiB and the gate's memory limit",
-        )
+    if transport is Transport.SERIALIZED:
+        refusal = cut.refuse(e.name, total_bytes, e.status.staging_capacity_bytes)
+        if refusal is not None:
+            return refusal
     if verify == "Required" and "Checksum" not in capabilities:
         return Refusal(
             Reason.VERIFY_UNSUPPORTED,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, Transport
+from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, StagingMode, Transport
 from rlfleet.plan.asleep import is_touched
 from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
 
@@ -129,6 +129,17 @@ class RoundPlan:
     members: tuple[Member, ...]
     world_size: int
     silent: tuple[str, ...] = ()
+    staging: StagingMode = StagingMode.FULL
+    bucket_mib: int = 0
+    """Largest bucket; 0: as published."""
+
+    def streams(self, m: Member) -> bool:
+        """The member's bytes come while it loads: they are never staged, and the sender is needed for every load."""
+        return m.transport is Transport.SERIALIZED and self.staging is StagingMode.BUCKET
+
+    def needs_sender(self, m: Member) -> bool:
+        """The member can be loaded with the sender only."""
+        return m.transport is Transport.BROADCAST or self.streams(m)
 
     def of(self, transport: Transport) -> tuple[Member, ...]:
         """The members that use one transport."""

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import Transport
+from rlfleet.api.wire import StagingMode, Transport
 from rlfleet.plan.topology import Device, Placement, place, shared_devices
 
+MIB = 2**20
 #: Words of ``spec.transport.mode``. Another word is refused: no default stands in for a typo.
 MODES = ("CPUSerialize", "Broadcast", "Auto")
 
@@ -35,6 +36,52 @@ class Choice:
 
     transport: Transport
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How weights are cut for their way, and how serialized ones pass a gate's memory.
+
+    ``bucket_mib`` 0: in the buckets that they were published in. ``largest``: name and bytes of the largest tensor.
+    """
+
+    staging: StagingMode = StagingMode.FULL
+    bucket_mib: int = 0
+    largest: tuple[str, int] = ("", 0)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """For the sender: the largest bucket; None: as published."""
+        return self.bucket_mib * MIB or None
+
+    def refuse(self, engine: str, total_bytes: int, capacity: int) -> Refusal | None:
+        """Whether serialized weights fit through the memory volume of this engine's gate, ``capacity`` bytes usable.
+
+        The capacity that a gate reports is the smaller of stagingMiB and what its container's memory limit leaves.
+        """
+        if self.staging is StagingMode.FULL:
+            if total_bytes <= capacity:
+                return None
+            return Refusal(
+                Reason.STAGING_TOO_LARGE,
+                f"{total_bytes} bytes do not fit into the staging volume of {engine} ({capacity} bytes usable); raise "
+                "spec.gate.stagingMiB and the gate's memory limit, or use spec.transport.staging Bucket",
+            )
+        name, largest = self.largest
+        if largest > capacity:
+            return Refusal(
+                Reason.STAGING_TOO_LARGE,
+                f"tensor {name!r} has {largest} bytes and travels by itself, more than the staging volume of {engine} "
+                f"holds ({capacity} bytes usable); raise spec.gate.stagingMiB and the gate's memory limit",
+            )
+        bucket = min(total_bytes, self.bucket_bytes or total_bytes)
+        if bucket > capacity:
+            return Refusal(
+                Reason.STAGING_TOO_LARGE,
+                f"a bucket of {bucket} bytes does not fit into the staging volume of {engine} ({capacity} bytes "
+                "usable); lower spec.transport.bucketMiB, or raise spec.gate.stagingMiB and the gate's memory limit",
+            )
+        return None
 
 
 def _names(engines: list[str], limit: int = 8) -> str:

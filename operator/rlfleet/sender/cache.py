@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -41,6 +41,8 @@ class Weights:
     build_ms: int
     #: The CUDA device that was current for the publisher; None without CUDA.
     cuda_device: int | None = None
+    #: The same in smaller buckets, by their size (sender.recut).
+    cuts: dict[int, Weights] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def digest(self) -> str:
@@ -53,12 +55,15 @@ class Weights:
 
     def report(self) -> wire.SenderCache:
         """What the sender says of these weights."""
+        largest = max(self.manifest.tensors, key=lambda t: t.nbytes)
         return wire.SenderCache(
             version=self.version,
             manifest_digest=self.digest,
             total_bytes=self.manifest.total_bytes,
             tensors=len(self.manifest.tensors),
             buckets=len(self.manifest.bucket_bytes),
+            largest_tensor=largest.name,
+            largest_tensor_bytes=largest.nbytes,
             nan_tensors=self.nan_tensors[:NAMED],
             layout_changed=self.layout_changed,
         )

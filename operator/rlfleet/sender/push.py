@@ -19,8 +19,6 @@ from rlfleet.sender.cache import Weights
 
 #: Bytes handed to a socket at a time. Handing over a whole bucket at once is several times slower.
 PIECE_BYTES = 2**20
-#: A gate that takes no byte, or gives no answer, for so long is given up.
-STALL_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 _ERROR_BYTES = 64 * 1024
 
@@ -45,7 +43,6 @@ async def push(
     operation: str,
     incarnation: str,
     *,
-    stall_seconds: float = STALL_SECONDS,
     proxy: str | None = None,
 ) -> dict[str, object]:
     """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline.
@@ -74,8 +71,9 @@ async def push(
             outcome = outcomes[target.engine]
             try:
                 async with asyncio.timeout(order.deadline_seconds):
+                    stall = order.stall_seconds
                     await _to_gate(
-                        session, weights, manifest, target, base(target), headers(target), outcome, stall_seconds, proxy
+                        session, weights, manifest, target, base(target), headers(target), outcome, stall, proxy
                     )
                 outcome.ok = True
             except TimeoutError:

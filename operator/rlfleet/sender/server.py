@@ -27,6 +27,7 @@ from rlfleet.sender.cache import Weights
 from rlfleet.sender.errors import Refused
 from rlfleet.sender.metrics import Metrics
 from rlfleet.sender.operations import Operations, Run
+from rlfleet.sender.recut import recut
 from rlfleet.sender.slots import Hold, Slots
 from rlfleet.sender.threads import in_daemon
 from rlfleet.serving import BODY_SECONDS, Listener, expect_continue, listen, within
@@ -248,6 +249,7 @@ class Server:
         with ExitStack() as stack:
             # From here on these bytes stay as they are, even if the hold ends while they travel.
             weights = stack.enter_context(self._slots.reading(order.manifest_digest))
+            weights = recut(weights, order.bucket_bytes)
             if isinstance(order, wire.PushOrder):
                 run: Run = functools.partial(
                     push.push, weights, order, body.operation, self._incarnation, proxy=self._peer_proxy

@@ -219,7 +219,8 @@ class Gate(Spec):
         ge=1,
         le=4_194_304,
         alias="stagingMiB",
-        description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model.",
+        description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model, "
+        "or with transport.staging Bucket one bucket.",
     )
     resources: Resources | None = Field(
         default=None,

@@ -37,7 +37,7 @@ from rlfleet.api.v1alpha1.common import (
     rule,
     rules,
 )
-from rlfleet.api.wire import PauseMode
+from rlfleet.api.wire import PauseMode, StagingMode
 
 Seconds = Annotated[int, Field(ge=1, le=86_400)]
 
@@ -161,6 +161,21 @@ class TransportSpec(Spec):
     backend: Backend = Field(
         default=Backend.NCCL,
         description="Library of broadcast groups: nccl for GPUs, gloo for CPUs.",
+    )
+    bucket_mib: int = Field(
+        default=512,
+        ge=1,
+        le=65_536,
+        alias="bucketMiB",
+        description="Largest bucket in MiB: weights travel in buckets of whole tensors, smaller than the trainer's own "
+        "where this is less. A larger tensor gets a bucket of its own.",
+    )
+    staging: StagingMode = Field(
+        default=StagingMode.FULL,
+        description="Full: serialized weights are complete in the gate's memory volume before an engine is paused, so "
+        "the pause lasts for the load only. Bucket: they stream while engines are paused, one bucket at a time in the "
+        "volume, for models that do not fit in it; a transfer that breaks off leaves an engine closed until it is "
+        "loaded anew.",
     )
     rendezvous_ports: RendezvousPorts = Field(
         default=RendezvousPorts(),

@@ -32,7 +32,7 @@ from rlfleet.api.v1alpha1.common import (
     rule,
     rules,
 )
-from rlfleet.api.wire import Transport
+from rlfleet.api.wire import StagingMode, Transport
 
 
 class RoundPhase(StrEnum):
@@ -103,6 +103,12 @@ class RoundPlan(Status):
     )
     serialized: Count = Field(default=0, description="Members that get their weights serialized.")
     broadcast: Count = Field(default=0, description="Members that get their weights by broadcast.")
+    staging: StagingMode = Field(
+        default=StagingMode.FULL, description="How serialized weights pass the gates' memory; from the pipeline's spec."
+    )
+    bucket_mib: Annotated[int, Field(ge=0, le=65_536)] = Field(
+        default=0, alias="bucketMiB", description="Largest bucket in MiB; from the pipeline's spec. 0: as published."
+    )
     members: tuple[PlannedMember, ...] = Field(
         default=(), max_length=MAX_MEMBERS, description="The members.", json_schema_extra=ATOMIC
     )

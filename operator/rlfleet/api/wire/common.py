@@ -205,6 +205,13 @@ class Transport(StrEnum):
     BROADCAST = "Broadcast"
 
 
+class StagingMode(StrEnum):
+    """How serialized weights pass a gate's memory."""
+
+    FULL = "Full"  # all of them are there before an engine is paused
+    BUCKET = "Bucket"  # one bucket at a time, while the engine loads
+
+
 class BroadcastGroup(Request):
     """One collective group: the sender is rank 0, each engine takes its own ranks from ``rankOffset``."""
 

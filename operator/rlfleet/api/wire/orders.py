@@ -22,6 +22,7 @@ from rlfleet.api.wire.common import (
     OperationId,
     Request,
     Seconds,
+    StagingMode,
     Transport,
     Uid,
     Url,
@@ -108,6 +109,11 @@ class PrepareOrder(Request):
     version: Version
     manifest_digest: Digest
     total_bytes: int = Field(ge=1)
+    staging: StagingMode = Field(
+        default=StagingMode.FULL,
+        description="Serialized only. Bucket: the manifest alone is staged; buckets come while a Load runs, one at a "
+        "time, and each push is answered when the engine has loaded it",
+    )
     sender_incarnation: Uid | None = Field(
         default=None, description="only this sender process may push, by its header Rlfleet-Sender; None: any"
     )

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlfleet.api.wire.common import ErrorBody, Held, MemoryTag, OperationState, Report, Transport
+from rlfleet.api.wire.common import ErrorBody, Held, MemoryTag, OperationState, Report, StagingMode, Transport
 
 
 class EngineState(StrEnum):
@@ -69,7 +69,12 @@ class StagedReport(Report):
     manifest_received: bool = False
     received_bytes: int = 0
     total_bytes: int = 0
-    complete: bool = Field(default=False, description="every byte is here, every hash is the manifest's")
+    staging: StagingMode = StagingMode.FULL
+    complete: bool = Field(
+        default=False,
+        description="every byte is here, every hash is the manifest's; with staging Bucket, and for Broadcast: the "
+        "manifest is here",
+    )
     error: ErrorBody | None = None
 
 

@@ -34,6 +34,8 @@ class SenderCache(Report):
     total_bytes: int
     tensors: int
     buckets: int
+    largest_tensor: str = Field(default="", description="name of the largest tensor: no bucket can be smaller")
+    largest_tensor_bytes: int = 0
     nan_tensors: tuple[str, ...] = Field(default=(), description="tensors with NaN, at most 8 names: legal, but said")
     layout_changed: bool = Field(default=False, description="names, dtypes or shapes differ from the first publish")
 
@@ -98,6 +100,14 @@ class PushOrder(Request):
     kind: Literal["Push"] = "Push"
     manifest_digest: Digest
     targets: tuple[PushTarget, ...] = Field(min_length=1, max_length=1024)
+    bucket_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="cut into buckets of at most so much, as far as tensors allow; None: as they are",
+    )
+    stall_seconds: Seconds = Field(
+        default=30, description="a gate that takes no byte, or gives no answer, for so long is given up"
+    )
     deadline_seconds: Seconds
 
 
@@ -111,6 +121,7 @@ class BroadcastOrder(Request):
     kind: Literal["Broadcast"] = "Broadcast"
     manifest_digest: Digest
     group: BroadcastGroup
+    bucket_bytes: int | None = Field(default=None, ge=1, description="as in PushOrder: gates have that manifest")
     rendezvous_seconds: Seconds = 22.5
     transport_seconds: Seconds = 75
     collective_seconds: Seconds = 22.5

@@ -34,6 +34,8 @@ class Broadcast:
     backend: str
     rendezvous: Rendezvous
     paused_seconds: float
+    bucket_bytes: int | None = None
+    """Largest bucket, as in the manifest that the gates have; None: as published."""
 
     async def load(self, members: list[Member], *, deadline: float, again: bool) -> None:
         """Have these members join one group with the sender and load; where it never formed, see them out again."""
@@ -133,6 +135,7 @@ class Broadcast:
         order = wire.BroadcastOrder(
             manifest_digest=self.target.manifest_digest,
             group=group,
+            bucket_bytes=self.bucket_bytes,
             **order_times(self.paused_seconds, deadline - self.fleet.ctx.clock.monotonic()),
         )
         return await self.sender.run(

@@ -25,7 +25,7 @@ from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.catchup import enter_catch_up, left_closed
-from rlfleet.plan.rounds import TERMINAL, Member, layout_of
+from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan, layout_of
 from rlfleet.plan.verdicts import Entry, Verdict
 
 
@@ -69,7 +69,7 @@ class CatchUp(CatchUpReady):
         started = self.ctx.clock.monotonic()
         if not load:
             transfer.trouble.note("", Reason.OPERATOR_RESTARTED, "an operator died while weights moved")
-        groups = self._groups(list(members))
+        groups = self._groups(list(members), transfer.plan)
         stuck: dict[str, tuple[Reason, str]] = {}
         results = await asyncio.gather(
             *(self._bring(group, transfer, load=load, stuck=stuck) for group in groups), return_exceptions=True
@@ -106,8 +106,9 @@ class CatchUp(CatchUpReady):
             verdicts=verdicts,
         )
 
-    def _groups(self, members: list[Member]) -> list[list[Member]]:
-        """Who must be proven together: ranks of one broadcast, and engines of a layout without a committed digest."""
+    def _groups(self, members: list[Member], plan: RoundPlan) -> list[list[Member]]:
+        """Who is loaded and proven together: whom the sender serves at once (ranks of one broadcast, gates of one
+        stream), and engines of a layout without a committed digest."""
         committed = self.ledger.committed
         known = (committed.engine_digests or {}) if committed is not None else {}
         alone = self.ledger.spec["sync"]["verify"] == "Off"
@@ -117,7 +118,7 @@ class CatchUp(CatchUpReady):
             engine = self.fleet.engines.get(m.engine)
             if engine is None:
                 continue
-            if m.transport is wire.Transport.SERIALIZED and (alone or layout_of(engine) in known):
+            if not plan.needs_sender(m) and (alone or layout_of(engine) in known):
                 single.append([m])
             else:
                 together.append(m)

@@ -23,7 +23,8 @@ from rlfleet.control.rounds.ending import SHUT_SECONDS, Ending
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
-from rlfleet.control.rounds.plan_record import member_rows
+from rlfleet.control.rounds.plan_record import plan_row
+from rlfleet.control.rounds.preparing import cut_of
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
@@ -38,6 +39,7 @@ from rlfleet.plan.catchup import (
 )
 from rlfleet.plan.rounds import Committed, Member, held
 from rlfleet.plan.topology import Identity
+from rlfleet.plan.transport import Cut
 from rlfleet.plan.triage import triage
 
 log = logging.getLogger(__name__)
@@ -55,14 +57,18 @@ class Stop:
     message: str
 
 
-def transporting(spec: dict[str, Any], train: Identity) -> Transporting:
-    """What an RLPipeline's spec says of transport and proof, and where its trainer runs."""
+def transporting(spec: dict[str, Any], train: Identity, slot: wire.SenderCache | None = None) -> Transporting:
+    """What an RLPipeline's spec says of transport and proof, and where its trainer runs.
+
+    ``slot``: the weights at the sender; None where nothing is planned with them.
+    """
     return Transporting(
         mode=spec["transport"]["mode"],
         backend=spec["transport"]["backend"],
         train=train.devices,
         verify=spec["sync"]["verify"],
         disputes=(train.conflict,) if train.conflict else (),
+        cut=cut_of(spec, slot) if slot is not None else Cut(),
     )
 
 
@@ -130,7 +136,7 @@ class CatchUpReady(Executor):
         plan, refused = choose_members(
             left,
             committed=committed,
-            how=transporting(self.ledger.spec, self.sender.train),
+            how=transporting(self.ledger.spec, self.sender.train, slot),
             sender=self.sender.status,
             total_bytes=slot.total_bytes,
         )
@@ -162,12 +168,7 @@ class CatchUpReady(Executor):
             startedAt=self.ledger.round_status.get("startedAt") or rfc3339(self.ctx.now_ms()),
             manifestDigest=transfer.target.manifest_digest,
             bytes=transfer.target.total_bytes,
-            plan={
-                "worldSize": plan.world_size if broadcast else 0,
-                "serialized": len(serialized),
-                "broadcast": len(broadcast),
-                "members": member_rows(plan),
-            },
+            plan=plan_row(plan),
         )
 
     async def ready(self, transfer: Transfer, ending: Ending) -> list[Member] | None:
@@ -177,7 +178,7 @@ class CatchUpReady(Executor):
         await self.phase(
             "Staging",
             Reason.STAGING,
-            f"{transfer.target.total_bytes} bytes to {len(members)} gates",
+            f"{transfer.staged_bytes(members)} bytes to {len(members)} gates",
             stagingAt=self.ledger.round_status.get("stagingAt") or rfc3339(self.ctx.now_ms()),
         )
         stop = await self._unless_stopped(self._stage(members, transfer))
@@ -190,7 +191,7 @@ class CatchUpReady(Executor):
         if stop is not None:
             await ending.settle(stop.outcome, "Staging", stop.reason, stop.message)
             return None
-        if not transfer.plan.of(wire.Transport.BROADCAST):
+        if not any(transfer.plan.needs_sender(m) for m in members):
             # All bytes are at the gates: a trainer need not wait for the loads to publish what comes next.
             await ending.release()
         counted = await count_attempts(self.ledger, self.fleet, staged, transfer.target.version, self.round_uid)

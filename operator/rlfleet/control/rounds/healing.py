@@ -176,7 +176,7 @@ class Healing:
     def _can_load(self, transfer: Transfer, m: Member, v: Verdict) -> bool:
         if not transfer.staged(m) or not self._idle(m, v):
             return False
-        if m.transport is wire.Transport.BROADCAST and not self._sender_holds(transfer):
+        if transfer.plan.needs_sender(m) and not self._sender_holds(transfer):
             return False
         return self._tries(m.engine, "Load") < LOAD_TRIES
 

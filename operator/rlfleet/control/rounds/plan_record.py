@@ -28,6 +28,20 @@ def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
     return rows
 
 
+def plan_row(plan: RoundPlan) -> dict[str, Any]:
+    """``status.plan``."""
+    serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
+    return {
+        "worldSize": plan.world_size if broadcast else 0,
+        "serialized": len(serialized),
+        "broadcast": len(broadcast),
+        "staging": plan.staging.value,
+        "bucketMiB": plan.bucket_mib,
+        "members": member_rows(plan),
+        "silent": list(plan.silent),
+    }
+
+
 def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:
     """The plan that a round's status holds; None when it was never planned."""
     raw = status.get("plan")
@@ -45,4 +59,10 @@ def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:
         )
         for r in raw.get("members") or []
     )
-    return RoundPlan(members, int(raw.get("worldSize") or 1), tuple(raw.get("silent") or ()))
+    return RoundPlan(
+        members,
+        int(raw.get("worldSize") or 1),
+        tuple(raw.get("silent") or ()),
+        staging=wire.StagingMode(raw.get("staging") or wire.StagingMode.FULL),
+        bucket_mib=int(raw.get("bucketMiB") or 0),
+    )

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.peers import PeerError
-from rlfleet.control.rounds.plan_record import member_rows
+from rlfleet.control.rounds.plan_record import plan_row
 from rlfleet.control.rounds.results import why
 from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held
-from rlfleet.plan.transport import Refusal
+from rlfleet.plan.transport import Cut, Refusal
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.closing import Closing
@@ -89,13 +90,7 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
         startedAt=run.ledger.round_status.get("startedAt") or now,
         manifestDigest=target.manifest_digest,
         bytes=target.total_bytes,
-        plan={
-            "worldSize": plan.world_size if broadcast else 0,
-            "serialized": len(serialized),
-            "broadcast": len(broadcast),
-            "members": member_rows(plan),
-            "silent": list(plan.silent),
-        },
+        plan=plan_row(plan),
     )
     transfer = run.transfer(plan, target)
     if not plan.members:
@@ -120,6 +115,15 @@ async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan |
     return plan
 
 
+def cut_of(spec: Mapping[str, Any], slot: wire.SenderCache) -> Cut:
+    """What an RLPipeline's spec says of buckets and staging, for these weights."""
+    return Cut(
+        staging=wire.StagingMode(spec["transport"].get("staging") or wire.StagingMode.FULL),
+        bucket_mib=int(spec["transport"].get("bucketMiB") or 0),
+        largest=(slot.largest_tensor, slot.largest_tensor_bytes),
+    )
+
+
 def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
     """The members of this round from the fleet as last observed, or why it can not run."""
     assert run.sender.status is not None
@@ -136,6 +140,7 @@ def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
         max_unavailable=spec["sync"]["maxUnavailable"],
         quiesce=wanted_mode(spec["sync"]),
         disputes=[run.sender.train.conflict] if run.sender.train.conflict else (),
+        cut=cut_of(spec, slot),
     )
 
 
@@ -145,7 +150,7 @@ async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bo
     await run.phase(
         "Staging",
         Reason.STAGING,
-        f"{transfer.target.total_bytes} bytes to {len(transfer.plan.members)} gates",
+        f"{transfer.staged_bytes(transfer.plan.members)} bytes to {len(transfer.plan.members)} gates",
         stagingAt=run.ledger.round_status.get("stagingAt") or rfc3339(run.ctx.now_ms()),
     )
     deadline = run.deadline("stagingSeconds", "stagingAt")

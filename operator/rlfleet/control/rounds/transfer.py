@@ -24,6 +24,7 @@ from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target, Trouble, load_order
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
+from rlfleet.plan.transport import MIB
 from rlfleet.plan.verdicts import Agreement, Evidence, Verdict, agree, verdict
 
 #: How often bytes are pushed anew to gates that did not get all of them, while stagingSeconds last.
@@ -62,6 +63,7 @@ class Transfer:
                 version=self.target.version,
                 manifest_digest=self.target.manifest_digest,
                 total_bytes=self.target.total_bytes,
+                staging=self.plan.staging if self.plan.streams(m) else wire.StagingMode.FULL,
                 sender_incarnation=self.target.sender_incarnation or None,
             )
             for m in members
@@ -84,7 +86,8 @@ class Transfer:
                 return
             order = wire.PushOrder(
                 manifest_digest=self.target.manifest_digest,
-                targets=tuple(self._push_target(m, int(left) + 60) for m in lacking),
+                targets=tuple(self._push_target(m, int(left) + 60, self._fills(m)) for m in lacking),
+                bucket_bytes=self._bucket_bytes,
                 deadline_seconds=left,
             )
             pushed = await self.sender.run(
@@ -97,13 +100,25 @@ class Transfer:
             if isinstance(pushed, PeerError):
                 return
 
-    def _push_target(self, m: Member, ttl: int) -> wire.PushTarget:
+    @property
+    def _bucket_bytes(self) -> int | None:
+        return self.plan.bucket_mib * MIB or None
+
+    def _fills(self, m: Member) -> bool:
+        """All bytes of the member are staged in its gate's memory; of others the manifest alone."""
+        return not self.plan.needs_sender(m)
+
+    def staged_bytes(self, members: Iterable[Member]) -> int:
+        """Bytes that each gate takes before engines are paused, where it stages any."""
+        return self.target.total_bytes if any(map(self._fills, members)) else 0
+
+    def _push_target(self, m: Member, ttl: int, buckets: bool) -> wire.PushTarget:
         peer = self.fleet.peers[m.engine]
         return wire.PushTarget(
             engine=m.engine,
             url=peer.url,
             pod_uid=peer.pod_uid,
-            buckets=m.transport is wire.Transport.SERIALIZED,
+            buckets=buckets,
             token=self.fleet.ctx.peers.push_token(peer, self.caller, ttl),
         )
 
@@ -127,21 +142,68 @@ class Transfer:
             return False
         if report.manifest_digest != self.target.manifest_digest:
             return False
-        return report.complete if m.transport is wire.Transport.SERIALIZED else report.manifest_received
+        streamed = report.staging is wire.StagingMode.BUCKET
+        if self.plan.streams(m) is not streamed:
+            return False
+        return report.complete if self._fills(m) else report.manifest_received
 
     # -------------------------------------------------------------------------------------------- loading
 
     async def load(self, members: Iterable[Member], *, deadline: float, again: bool = False) -> None:
-        """Load on all given members at once: serialized ones from their memory, broadcast ones with the sender."""
+        """Load on all given members at once: from their gates' memory, or with the sender, which does one thing at a
+        time: it streams first, and broadcasts then."""
         members = list(members)
-        serialized = [m for m in members if m.transport is wire.Transport.SERIALIZED]
-        broadcast = [m for m in members if m.transport is wire.Transport.BROADCAST]
         await asyncio.gather(
-            self._load_serialized(serialized, deadline=deadline, again=again),
-            self._load_broadcast(broadcast, deadline=deadline, again=again),
+            self._load_staged([m for m in members if self._fills(m)], deadline=deadline, again=again),
+            self._load_with_sender([m for m in members if self.plan.needs_sender(m)], deadline=deadline, again=again),
         )
 
-    async def _load_serialized(self, members: list[Member], *, deadline: float, again: bool) -> None:
+    async def _load_with_sender(self, members: list[Member], *, deadline: float, again: bool) -> None:
+        streamed = [m for m in members if self.plan.streams(m)]
+        await self._load_streamed(streamed, deadline=deadline, again=again)
+        await self._load_broadcast([m for m in members if m not in streamed], deadline=deadline, again=again)
+
+    async def _load_streamed(self, members: list[Member], *, deadline: float, again: bool) -> None:
+        """Have engines load bucket by bucket while the sender pushes: a gate that asks for none, and a push that comes
+        to no load, end by themselves, so neither side waits for the other to begin."""
+        left = deadline - self.fleet.ctx.clock.monotonic()
+        if not members or left <= 0:
+            return
+        if self.sender.peer is None:
+            for m in members:
+                self.trouble.note(m.engine, Reason.SENDER_ABSENT, "the sender is gone, nobody pushes buckets")
+            return
+        attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
+        orders = {m.engine: load_order(self.target, m, paused_seconds=self.paused_seconds, left=left) for m in members}
+        push = wire.PushOrder(
+            manifest_digest=self.target.manifest_digest,
+            targets=tuple(self._push_target(m, int(left) + 60, True) for m in members),
+            deadline_seconds=left,
+            bucket_bytes=self._bucket_bytes,
+            stall_seconds=left,
+        )
+        results, pushed = await asyncio.gather(
+            self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again),
+            self.sender.run(
+                self.caller,
+                "Stream",
+                max(1, attempt),
+                push,
+                incarnation=self.target.sender_incarnation,
+                deadline=deadline,
+            ),
+        )
+        self._note_stream(members, results, pushed)
+
+    def _note_stream(self, members: list[Member], results: Mapping[str, Ended], pushed: Ended) -> None:
+        failed = {m.engine for m in members if not ok(results.get(m.engine))}
+        if not ok(pushed):
+            reason, message = why(pushed)
+            for name in failed:
+                self.trouble.note(name, reason, f"sender: {message}")
+        self.trouble.note_results(results)
+
+    async def _load_staged(self, members: list[Member], *, deadline: float, again: bool) -> None:
         left = deadline - self.fleet.ctx.clock.monotonic()
         orders = {m.engine: load_order(self.target, m, paused_seconds=self.paused_seconds, left=left) for m in members}
         self.trouble.note_results(await self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again))
@@ -161,6 +223,7 @@ class Transfer:
             backend=self.backend,
             rendezvous=self.rendezvous,
             paused_seconds=self.paused_seconds,
+            bucket_bytes=self._bucket_bytes,
         )
 
     # ------------------------------------------------------------------------------------- verify, publish
