@@ -7,7 +7,7 @@ engine that joined a group that never formed is wedged until it proves that it h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlfleet.api import wire
@@ -15,11 +15,14 @@ from rlfleet.api.budgets import Split, order_times
 from rlfleet.api.conditions import Reason
 from rlfleet.control.peers import Caller, PeerError
 from rlfleet.control.rounds.fleet import Fleet
-from rlfleet.control.rounds.rendezvous import TRIES, Rendezvous
-from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.control.rounds.rendezvous import Rendezvous
+from rlfleet.control.rounds.results import Ended, is_older, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target, Trouble, load_order
 from rlfleet.plan.rounds import Member
+
+#: Groups that one execution may name: a few per port that turns out to be in use.
+MAX_GROUPS = 32
 
 
 @dataclass(slots=True)
@@ -59,21 +62,23 @@ class Broadcast:
         attempt = max(self.fleet.attempts(m.engine, self.caller, "Load") for m in members) + (1 if again else 0)
         attempt = min(max(1, attempt), 9)
         refused: frozenset[int] = frozenset()
-        for shift in range(TRIES):
+        for number in self._numbers(attempt):
             port = await self.rendezvous.hold(refused)
             if port is None:
                 break
             group = wire.BroadcastGroup(
                 master_address=self.sender.host,
                 master_port=port,
-                group_name=f"rlfleet-{self.target.operation[:8]}-{attempt}-{shift}",
+                group_name=f"rlfleet-{self.target.operation[:8]}-{number}",
                 world_size=offset,
                 backend="nccl" if self.backend == "nccl" else "gloo",
             )
             listening = asyncio.Event()
-            send = asyncio.ensure_future(self._send(group, attempt * 100 + shift, deadline, listening))
+            send = asyncio.ensure_future(self._send(group, number, deadline, listening))
             try:
                 if not await self._listens(send, listening):
+                    if is_older(send.result(), self.caller.generation):
+                        continue  # a predecessor's, which ended: that group is never used again
                     if not self._port_in_use(send.result()):
                         self._note_sender(members, send.result())
                         return
@@ -88,6 +93,13 @@ class Broadcast:
                 send.cancel()
             return
         self.note_no_port(m.engine for m in members)
+
+    def _numbers(self, attempt: int) -> Iterator[int]:
+        """Names of groups for one attempt at these loads; each names one group, whatever became of it."""
+        for number in range(attempt * 100, attempt * 100 + 100):
+            if number not in self.rendezvous.named and len(self.rendezvous.named) < MAX_GROUPS:
+                self.rendezvous.named.add(number)
+                yield number
 
     async def without_port(self, members: Sequence[Member]) -> set[str]:
         """Members of a broadcast for which no port can be claimed: known before anybody is paused."""

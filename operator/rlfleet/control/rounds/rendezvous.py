@@ -44,6 +44,8 @@ class Rendezvous:
         self._checked: int | None = None
         #: Ports that this execution claimed itself: nobody before us can listen on them.
         self._fresh: set[int] = set()
+        #: Groups that this execution has named, by attempt: none is ever named twice.
+        self.named: set[int] = set()
 
     async def with_slot(self) -> dict[str, Any]:
         """What the write that claims the slot carries: a claim, where this round may need one and has none."""

@@ -17,6 +17,11 @@ def ok(result: Ended | None) -> bool:
     return isinstance(result, wire.OperationRecord) and result.state is wire.OperationState.SUCCEEDED
 
 
+def is_older(result: Ended, generation: int) -> bool:
+    """The end of an order that somebody before ``generation`` gave under the same id."""
+    return isinstance(result, wire.OperationRecord) and result.generation < generation
+
+
 def why(result: Ended | None) -> tuple[Reason, str]:
     """What a result that is not ok says, as a reason of the closed list and a message."""
     if isinstance(result, Refused):

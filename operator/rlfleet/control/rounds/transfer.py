@@ -20,7 +20,7 @@ from rlfleet.control.peers import Caller, PeerError, Refused
 from rlfleet.control.rounds.broadcast import Broadcast
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.rendezvous import Rendezvous
-from rlfleet.control.rounds.results import Ended, ok, why
+from rlfleet.control.rounds.results import Ended, is_older, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target, Trouble, load_order
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
@@ -44,6 +44,8 @@ class Transfer:
     rendezvous: Rendezvous
     paused_seconds: float
     trouble: Trouble = field(default_factory=Trouble)
+    #: Streams that were ordered of the sender, by attempt.
+    streamed: set[int] = field(default_factory=set)
     #: Members whose load no other engine's checksum confirmed.
     unconfirmed: set[str] = field(default_factory=set)
 
@@ -184,16 +186,24 @@ class Transfer:
         )
         results, pushed = await asyncio.gather(
             self.fleet.run(self.caller, "Load", orders, deadline=deadline, again=again),
-            self.sender.run(
-                self.caller,
-                "Stream",
-                max(1, attempt),
-                push,
-                incarnation=self.target.sender_incarnation,
-                deadline=deadline,
-            ),
+            self._stream(push, min(max(1, attempt), 9), deadline),
         )
         self._note_stream(members, results, pushed)
+
+    async def _stream(self, push: wire.PushOrder, attempt: int, deadline: float) -> Ended:
+        """Push under an id that has no end yet: loads that never began do not count as attempts at the gates."""
+        pushed: Ended | None = None
+        for number in range(attempt * 100, attempt * 100 + 100):
+            if number in self.streamed:
+                continue
+            self.streamed.add(number)
+            pushed = await self.sender.run(
+                self.caller, "Stream", number, push, incarnation=self.target.sender_incarnation, deadline=deadline
+            )
+            if not is_older(pushed, self.caller.generation):
+                break
+        assert pushed is not None
+        return pushed
 
     def _note_stream(self, members: list[Member], results: Mapping[str, Ended], pushed: Ended) -> None:
         failed = {m.engine for m in members if not ok(results.get(m.engine))}
