@@ -1,8 +1,8 @@
 """The broadcast leg: the sender's Broadcast operation, against a bare gloo collective. Budget: >= 0.9 of its rate.
 
 The same two receiver processes, the same bytes in the same buckets, the same kind of group; what differs is who is
-rank 0: the sender, or a plain loop of broadcasts in this process. Timed without the rendezvous, which both need (the
-sender reports it apart). Usage: broadcast_leg.py [MiB] [repetitions]
+rank 0: the sender, or a plain loop of broadcasts in this process. Timed without the rendezvous, which both need: it is
+printed apart, with its share of the whole leg. Usage: broadcast_leg.py [MiB] [repetitions]
 """
 
 from __future__ import annotations
@@ -147,6 +147,9 @@ def run(receivers: list[subprocess.Popen[str]], mib: int, repetitions: int) -> N
     # The first of each warms up.
     report(f"broadcast leg, {RECEIVERS} receivers", manifest.total_bytes, ours[1:], baseline[1:], 0.9)
     print(f"  rendezvous of ours, warm: {min(met[1:])}-{max(met[1:])} ms")
+    shares = sorted(m / 1000 / (m / 1000 + o) for m, o in zip(met[1:], ours[1:], strict=True))
+    # What groups that are kept from round to round could save, were keeping them free (decision 0034).
+    print(f"  share of the rendezvous in the leg: {shares[len(shares) // 2]:.2f} ({shares[0]:.2f}-{shares[-1]:.2f})")
 
 
 if __name__ == "__main__":
