@@ -14,6 +14,7 @@ from rlfleet.plan import attempts, holding
 from rlfleet.plan import freeze as freezing
 from rlfleet.plan import triage as sorting
 from rlfleet.plan import verdicts as judging
+from rlfleet.plan.elastic import plan_elastic
 from rlfleet.plan.rounds import TERMINAL, Committed, Engine, Member, RoundPlan, RoundRef
 from rlfleet.plan.transport import Refusal
 from tests.model.gate import PIPELINE, cached, digest, gate_status
@@ -45,6 +46,8 @@ def engine(number: int, view: View) -> Engine | None:
         url="",
         status=gate_status(view.status) if view.status else None,
         gone=bool(view.gone),
+        index=number,
+        resting=bool(view.rest),
     )
 
 
@@ -239,8 +242,15 @@ def can_load(view: View, member: int, verdict: judging.Verdict, work: int, conte
     """Healing may load again (``control.rounds.healing.Healing._can_load``)."""
     if verdict not in (judging.Verdict.UNTOUCHED, judging.Verdict.POISONED) or not view.status:
         return False
-    _, _, paused, _, _, busy, uncertain, staged, _, log = view.status
+    _, _, paused, _, _, busy, uncertain, staged, _, log, _ = view.status
     return bool(staged == (work, content) and not busy and not uncertain and paused == 1 and log[1] >> 2 < 3)
+
+
+@cached
+def elastic(views: Views) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Who goes to sleep next, and who wakes."""
+    found = plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True)
+    return numbers(found.shrink), numbers(found.wake)
 
 
 @cached

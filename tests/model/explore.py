@@ -156,6 +156,13 @@ def _accidents(scope: Scope, state: State) -> Iterator[Step]:
                 r.spend(cancel=1)
                 r.world = r.world._replace(cancelled=world.cancelled | 1 << n)
                 yield f"round {n} is cancelled", r.state()
+    if b.wish:
+        for i, c in enumerate(columns):
+            if (i == 0 or c != columns[i - 1]) and c.alive:
+                r = run()
+                r.spend(wish=1)
+                r.columns[i] = c._replace(rest=1 - c.rest)
+                yield f"pod {c.pod} is to {'be awake' if c.rest else 'sleep'} now", r.state()
     if b.remove:
         for n, one in enumerate(world.rounds):
             if one.exists:
@@ -247,6 +254,8 @@ def _story(scope: Scope, parents: dict[int, int], key: int) -> list[str]:
 def _doors(c: Column) -> str:
     if not c.alive:
         return "dead"
+    if c.memory:
+        return ("", "releasing", "asleep", "waking")[c.memory] + ("!" if c.admit else "")
     return ("serves" if c.routed else "open") if c.admit else "shut"
 
 

@@ -12,29 +12,36 @@ from typing import Any
 
 from rlfleet.api import fencing, wire
 from rlfleet.api.fencing import Fence
-from rlfleet.gate import rules
+from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
+from rlfleet.gate.tags import MemoryRecord, TagState
 from tests.model.state import (
     BASE,
     CLOSE,
     DONE,
     FAILED,
     GARBAGE,
+    HERE,
     LOAD,
     NONE,
     OPEN,
     PAUSE,
     PUBLISH,
+    RELEASE,
+    RELEASED,
+    RELEASING,
     RESUME,
     RUNNING,
     STEPS,
     VERIFY,
+    WAKE,
+    WAKING,
     Answer,
     Column,
 )
 
-#: Messages: kind, round, generation, pod, attempt, version, bytes. Kinds 0..6 are STEPS.
-FENCE, STAGE = 7, 8
+#: Messages: kind, round, generation, pod, attempt, version, bytes. Kinds 0..8 are STEPS.
+FENCE, STAGE = 9, 10
 Message = tuple[int, int, int, int, int, int, int]
 PIPELINE = "p"
 
@@ -109,10 +116,11 @@ def status(c: Column) -> tuple[Column, Answer]:
         c.holds,
         c.load,
         int(c.current >= 0),
-        int(c.unsettled > 0),
+        int(c.unsettled > 0 or (c.current < 0 and c.memory in (RELEASING, WAKING))),
         c.staged,
         c.routed,
         c.log,
+        c.memory,
     )
 
 
@@ -129,11 +137,11 @@ def observe(c: Column) -> Column:
 @cached
 def gate_status(said: Answer) -> wire.GateStatus:
     """An answer of ``status`` as the type that the planner takes."""
-    pod, fence, paused, holds, load, busy, uncertain, staged, routed, log = said
+    pod, fence, paused, holds, load, busy, uncertain, staged, routed, log, memory = said
     record = load_record(load)
     return wire.GateStatus(
         protocol_version=1,
-        capabilities=("Serialized", "Checksum"),
+        capabilities=("Serialized", "Checksum", "Offload"),
         pod_uid=f"pod-{pod}",
         incarnation=f"i{pod}",
         enrolled=True,
@@ -158,6 +166,8 @@ def gate_status(said: Answer) -> wire.GateStatus:
         ),
         staging_capacity_bytes=1000,
         routed={"router": bool(routed)},
+        released=(wire.MemoryTag.WEIGHTS, wire.MemoryTag.KV_CACHE) if memory == RELEASED else (),
+        releasing=memory in (RELEASING, WAKING),
         attempts={f"r{fence[1]}/{STEPS[i]}": n >> 2 for i, n in enumerate(log) if n},
     )
 
@@ -193,7 +203,7 @@ def deliver(c: Column, m: Message, how: str = "well", slow: bool = False) -> tup
     if c.fence != (generation, operation):
         same = c.fence[1] == operation
         # Attempts are counted per operation; another one's ids can never be asked for again under this fence.
-        c = c._replace(fence=(generation, operation), log=c.log if same else (0,) * 7)
+        c = c._replace(fence=(generation, operation), log=c.log if same else (0,) * 9)
     if kind == FENCE:
         c, said = status(c)
         return c, ("status", said)
@@ -222,6 +232,7 @@ def _start(c: Column, m: Message, how: str, slow: bool) -> tuple[Column, Answer]
     except GateError:
         return c, ("busy",)
     try:
+        tags.memory_is_here(STEPS[kind], memory_record(c.memory))
         c = _check(c, kind, operation, version, content)
     except GateError:
         return c, ("no",)
@@ -268,9 +279,9 @@ def _check(c: Column, kind: int, operation: int, version: int, content: int) -> 
             raise GateError(wire.ErrorReason.NOT_STAGED, "")
         rules.may_load(rules.proven_paused(bool(c.admit), bool(c.paused)))
     elif kind == VERIFY:
-        rules.may_verify(load_record(c.load), _order(wire.VerifyOrder, version, content))
+        rules.may_verify(_latest(c), _order(wire.VerifyOrder, version, content))
     elif kind == PUBLISH:
-        rules.may_publish(load_record(c.load), _order(wire.PublishOrder, version, content))
+        rules.may_publish(_latest(c), _order(wire.PublishOrder, version, content))
     elif kind == RESUME:
         c = observe(c)
         rules.may_resume(holds_record(c.holds), _order(wire.ResumeOrder, version, content))
@@ -279,7 +290,29 @@ def _check(c: Column, kind: int, operation: int, version: int, content: int) -> 
         rules.may_open(holds_record(c.holds))
         if not c.admit:
             raise GateError(wire.ErrorReason.NOT_PROVEN, "")
+    elif kind == RELEASE:
+        tags.nothing_in_between(memory_record(c.memory))
+        requests = int(c.admit)  # one that admits requests may run some
+        paused = rules.proven_paused(bool(c.admit), bool(c.paused))
+        listed = {"router": bool(c.routed)}
+        tags.may_release(paused=paused, running=requests, waiting=0, routed=listed, late_add=bool(c.adding))
+    elif kind == WAKE:
+        tags.nothing_in_between(memory_record(c.memory))
+        if not rules.proven_paused(bool(c.admit), bool(c.paused)):
+            raise GateError(wire.ErrorReason.NOT_PROVEN, "")
     return c
+
+
+@cached
+def memory_record(memory: int) -> MemoryRecord:
+    """What the gate has written down of the engine's memory, as its own type."""
+    state = {RELEASING: TagState.RELEASING, RELEASED: TagState.RELEASED, WAKING: TagState.WAKING}.get(memory)
+    return MemoryRecord({wire.MemoryTag.WEIGHTS: state} if state else {})
+
+
+def _latest(c: Column) -> wire.LoadRecord | None:
+    record = load_record(c.load)
+    return record.model_copy(update={"released": True}) if record is not None and c.voided else record
 
 
 def _begin(c: Column, kind: int, operation: int, version: int, content: int) -> Column:
@@ -287,12 +320,20 @@ def _begin(c: Column, kind: int, operation: int, version: int, content: int) -> 
     if kind == LOAD:
         proven = c.holds[1] if c.holds else -1
         return c._replace(
-            load=(operation, version, content, RUNNING, 0, 0), before=(c.bytes, proven), holds=(), bytes=GARBAGE
+            load=(operation, version, content, RUNNING, 0, 0),
+            before=(c.bytes, proven),
+            holds=(),
+            bytes=GARBAGE,
+            voided=0,
         )
     if kind == RESUME:
         return c._replace(paused=0)
     if kind == OPEN:
         return c._replace(adding=1, late=1)
+    if kind == RELEASE and c.memory == HERE:
+        return c._replace(memory=RELEASING, holds=(), voided=1)
+    if kind == WAKE and c.memory == RELEASED:
+        return c._replace(memory=WAKING)
     return c
 
 
@@ -319,6 +360,11 @@ def finish(c: Column, how: str = "well") -> Column:
         c = c._replace(label=version, holds=(version, content, c.bytes), load=record)
     elif kind == OPEN:
         c = c._replace(routed=1, late=0, adding=0)
+    elif kind in (RELEASE, WAKE):
+        # What was in it is gone. A gate that died meanwhile does not learn that it was done.
+        c = c._replace(bytes=GARBAGE if c.memory != HERE else c.bytes)
+        if waits:
+            c = c._replace(memory=RELEASED if kind == RELEASE else HERE)
     elif kind == CLOSE:
         c = c._replace(routed=0)
         if rules.quiet_enough(pending=bool(c.adding), quiet_seconds=0.0, needed_seconds=5.0):
@@ -368,7 +414,7 @@ def restart_gate(c: Column) -> Column:
     if c.current < 0:
         return c
     kind = c.current
-    _state, settled = rules.after_restart(STEPS[kind])
+    _state, settled = rules.after_restart(STEPS[kind], in_between=c.memory in (RELEASING, WAKING))
     unsettled = c.unsettled
     if not settled:
         unsettled |= 2 if STEPS[kind] in rules.ROUTING_KINDS else 1
@@ -393,7 +439,7 @@ def replaced(c: Column, pod: int) -> Column:
     fresh = Column(
         pod=pod, admit=1, bytes=BASE, label=-9, holds=(), routed=c.routed if hasty else 0, late=c.late if hasty else 0
     )
-    return fresh._replace(member=c.member, views=c.views, todo=c.todo, result=c.result, wire=c.wire)
+    return fresh._replace(rest=c.rest, member=c.member, views=c.views, todo=c.todo, result=c.result, wire=c.wire)
 
 
 def close(c: Column) -> Column:
@@ -403,4 +449,13 @@ def close(c: Column) -> Column:
 
 def closes_unproven(c: Column) -> bool:
     """The gate closes an engine whose weights nothing proves, unless an order runs or is unsettled."""
-    return bool(c.alive and c.up and not c.holds and c.admit and c.current < 0 and not c.unsettled and c.pend < 0)
+    return bool(
+        c.alive
+        and c.up
+        and c.memory == HERE
+        and not c.holds
+        and c.admit
+        and c.current < 0
+        and not c.unsettled
+        and c.pend < 0
+    )

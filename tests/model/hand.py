@@ -12,6 +12,7 @@ from rlfleet.plan.rounds import TERMINAL
 from rlfleet.plan.verdicts import Verdict
 from tests.model import decide
 from tests.model.state import (
+    ELASTIC,
     STEPS,
     Column,
     Operator,
@@ -24,7 +25,7 @@ from tests.model.state import (
     normal,
 )
 
-POLL = 9
+POLL = 11
 KINDS = (*STEPS, "Fence", "Stage", "Poll")
 #: A column that a second fan-out is to close, and the bytes that a verification found, in ``Column.result``.
 MARK, FOUND = 4, 8
@@ -107,9 +108,10 @@ class Hand:
         """A live list of pods; what a gate said stays with the same pod."""
         for i, c in enumerate(self.columns):
             v = c.views[self.who]
-            if v.pod != c.pod or v.gone != 1 - c.alive:
+            if v.pod != c.pod or v.gone != 1 - c.alive or v.rest != c.rest:
                 keep = v.pod == c.pod
-                self.mine(i, "views", View(c.pod, 1 - c.alive, v.status if keep else (), v.refused if keep else 0))
+                status, refused = (v.status, v.refused) if keep else ((), 0)
+                self.mine(i, "views", View(c.pod, 1 - c.alive, status, refused, c.rest))
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -123,6 +125,8 @@ class Hand:
 
     @property
     def target(self) -> tuple[int, int]:
+        if self.op.work == ELASTIC:
+            return 0, 0  # no weights are asked for
         return self.scope.versions[self.op.work][0], self.op.round.bytes
 
     @property

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from rlfleet.api import fencing, wire
 from rlfleet.api.fencing import Admission
-from rlfleet.gate import rules
+from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
 from rlfleet.plan import attempts, claims, freeze, verdicts
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
 from tests.model import effects, program
 from tests.model.hand import POLL
-from tests.model.scopes import CLOSED, JOINER, STRANGE, TWO_ROUNDS, budget, third
-from tests.model.state import OPEN, Scope
+from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_ROUNDS, budget, third
+from tests.model.state import OPEN, Column, Scope
 
 
 class Patch(NamedTuple):
@@ -81,6 +81,12 @@ GUARDS = (
     Mutation(
         "the gates' fence",
         _scope(2, {"crash": 1, "delay": 1}),
+        (Patch(fencing, "admit", _always(Admission.ACCEPT)),),
+        "changed pod",
+    ),
+    Mutation(
+        "the gates' fence, with an offload on its way",
+        _scope(2, {"crash": 1, "delay": 1}, elastic=True, later=True, columns=(Column(), SLEEPER)),
         (Patch(fencing, "admit", _always(Admission.ACCEPT)),),
         "changed pod",
     ),
@@ -245,6 +251,13 @@ PAIRS = (
         _scope(1, {"lost": 1}),
         (Patch(program, "PAUSED_FIRST", _always(False)),),
         (Patch(rules, "may_load", _nothing),),
+        "serves bytes",
+    ),
+    (
+        "only a closed engine gives its memory back: the operator asks no other, the gate refuses",
+        _scope(0, {}, elastic=True, later=True, columns=(Column(), SLEEPER)),
+        (Patch(program, "PAUSED_BEFORE_RELEASE", _always(False)),),
+        (Patch(tags, "may_release", _nothing),),
         "serves bytes",
     ),
     (

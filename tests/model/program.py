@@ -24,6 +24,7 @@ from tests.model.hand import FOUND, MARK, POLL, TRIES, Hand
 from tests.model.state import (
     CALL,
     CLOSE,
+    ELASTIC,
     IDLE,
     LOAD,
     NOT_OK,
@@ -31,8 +32,10 @@ from tests.model.state import (
     OPEN,
     PAUSE,
     PUBLISH,
+    RELEASE,
     RESUME,
     VERIFY,
+    WAKE,
     Operator,
     Round,
     View,
@@ -49,6 +52,11 @@ def COMMIT_FIRST() -> bool:
 
 def PAUSED_FIRST() -> bool:
     """Weights move only when every member is proven paused."""
+    return True
+
+
+def PAUSED_BEFORE_RELEASE() -> bool:
+    """Only an engine that has left its router and is proven paused is asked to release its memory."""
     return True
 
 
@@ -112,6 +120,10 @@ class Run(Hand):
     def decide_top(self, rounds: tuple[Round, ...]) -> None:
         op = self.op
         active = op.seen.active
+        if active and active[1] == ELASTIC:
+            # No round stands for it: the resume rule for all engines (repair/engines.take_over).
+            self.set(pc="claim", work=ELASTIC, round=Round(), round_fresh=0, arg=("Repair", 0), takeover=1)
+            return
         if active:
             n = active[1]
             planned = rounds[n].bytes >= 0
@@ -138,10 +150,17 @@ class Run(Hand):
             )
         elif chosen >= 0:
             self.begin(chosen, rounds, takeover=0)
+        elif self.scope.elastic:
+            self.see_pods()
+            self.fan("elastic_seen", dict.fromkeys(self.live(), POLL))
         else:
-            self.top()
-            if self.op.pc == "top":
-                self.set(pc="idle")
+            self.rest()
+
+    def rest(self) -> None:
+        """Nothing is to be done."""
+        self.top()
+        if self.op.pc == "top":
+            self.set(pc="idle")
 
     def begin(self, n: int, rounds: tuple[Round, ...], takeover: int) -> None:
         fresh = int(self.world.rounds[n] == rounds[n])
@@ -159,7 +178,10 @@ class Run(Hand):
         if op.generation > self.world.highest:
             self.wrong(f"generation {op.generation} is used and was never claimed")
             return
-        if op.seen.active[0] == "Repair":
+        if op.seen.active[0] in ("Offload", "Wake"):
+            old = claims.Barrier(*op.barrier) if op.barrier else None
+            self.barrier(claims.Barrier(op.generation, False, claims=old.claims + 1 if old else 1))
+        elif op.seen.active[0] == "Repair":
             self.see_pods()
             self.fan("orphan_fenced", dict.fromkeys(self.live(), FENCE))
         elif op.round.phase in TERMINAL:
@@ -199,6 +221,10 @@ class Run(Hand):
             self.enter()
 
     def after_fenced(self) -> None:
+        if self.op.work == ELASTIC:  # the sender is left alone
+            shown = max((self.view(i).refused for i in range(len(self.columns))), default=0)
+            self.barrier(claims.Barrier(*self.op.barrier), fenced=True, shown=shown)
+            return
         self.set(pc="sender", arg=("fence",))
 
     def after_waited(self) -> None:
@@ -206,6 +232,9 @@ class Run(Hand):
 
     def enter(self) -> None:
         op = self.op
+        if op.work == ELASTIC:
+            self.elastic()
+            return
         entry = judging.enter(op.round.phase, committed=bool(op.seen.active[4]), planned=op.round.bytes >= 0)
         if entry is Entry.PLAN:
             if op.takeover and self.stopped():
@@ -264,15 +293,20 @@ class Run(Hand):
         else:
             self.phase("Quiescing", "quiesce")
 
+    def taking_part(self) -> list[int]:
+        """Members that are not to sleep by now (``Executor._takes_part``)."""
+        return [i for i, m in enumerate(self.members) if m > 0 and not self.view(i).rest]
+
     def stopped(self) -> bool:
         return bool(self.world.cancelled >> self.op.work & 1)
 
     def quiesce(self) -> None:
-        self.fan("paused", {i: PAUSE for i, m in enumerate(self.members) if m > 0}, again=self.op.takeover)
+        if self.scope.elastic:
+            self.see_pods()  # who is to sleep by now is dropped
+        self.fan("paused", dict.fromkeys(self.taking_part(), PAUSE), again=self.op.takeover)
 
     def after_paused(self) -> None:
-        members = [i for i, m in enumerate(self.members) if m > 0]
-        failed = [i for i in members if not self.good(i)] if PAUSED_FIRST() else []
+        failed = [i for i in self.taking_part() if not self.good(i)] if PAUSED_FIRST() else []
         if failed:
             self.see_pods()
             failed = [i for i in failed if i in self.live()]
@@ -288,7 +322,7 @@ class Run(Hand):
             self.phase("Transferring", "load")
 
     def load(self) -> None:
-        self.fan("loaded", {i: LOAD for i, m in enumerate(self.members) if m > 0 and self.is_staged(i)})
+        self.fan("loaded", {i: LOAD for i in self.taking_part() if self.is_staged(i)})
 
     def after_loaded(self) -> None:
         self.finish_loads("judged", again=0)
@@ -366,6 +400,8 @@ class Run(Hand):
         self.reopen()
 
     def reopen(self) -> None:
+        if self.scope.elastic:
+            self.see_pods()
         resume, close, missing = decide.reopening(self.views, self.members, self.op.work, *self.target)
         self.set(barrier=(int(len(missing) > self.scope.max_unavailable),))
         for i in range(len(self.columns)):
@@ -534,7 +570,8 @@ class Run(Hand):
 
     def after_orphan_waited(self) -> None:
         live = [i for i in self.live() if self.view(i).status]
-        resume = [i for i in live if i in decide.at_committed(self.views, self.op.seen.committed)]
+        proven = decide.at_committed(self.views, self.op.seen.committed)
+        resume = [i for i in live if i in proven and not self.view(i).rest]
         orders = {i: RESUME if i in resume else CLOSE for i in live}
         for i in range(len(self.columns)):
             self.mine(i, "result", MARK if orders.get(i) == CLOSE else 0)
@@ -549,4 +586,36 @@ class Run(Hand):
         self.fan("orphan_opened", orders)
 
     def after_orphan_opened(self) -> None:
+        self.set(pc="wp", arg=("free",))
+
+    # -------------------------------------------------------------------------------------- elastic/step, elastic/work
+
+    def after_elastic_seen(self) -> None:
+        shrink, wake = decide.elastic(self.views)
+        if shrink or wake:
+            kind = "Offload" if shrink else "Wake"
+            self.set(pc="claim", work=ELASTIC, round=Round(), round_fresh=0, arg=(kind, 0), takeover=0, barrier=())
+        else:
+            self.rest()
+
+    def elastic(self) -> None:
+        """Behind the barrier: who is still to be moved, as the gates answered under our generation."""
+        shrink, wake = decide.elastic(self.views)
+        if self.op.seen.active[0] == "Offload":
+            self.fan("sleepers_closed", dict.fromkeys(shrink, CLOSE), again=1)
+        else:
+            self.fan("woken", dict.fromkeys(wake, WAKE), again=1)
+
+    def after_sleepers_closed(self) -> None:
+        good = [i for i in range(len(self.columns)) if self.good(i)]
+        self.fan("sleepers_paused", dict.fromkeys(good, PAUSE), again=1)
+
+    def after_sleepers_paused(self) -> None:
+        good = [i for i in range(len(self.columns)) if self.good(i)] if PAUSED_BEFORE_RELEASE() else self.live()
+        self.fan("released", dict.fromkeys(good, RELEASE), again=1)
+
+    def after_released(self) -> None:
+        self.set(pc="wp", arg=("free",))
+
+    def after_woken(self) -> None:
         self.set(pc="wp", arg=("free",))

@@ -6,11 +6,12 @@ scope lets a few kinds of faults happen, at any moment and in any order, ``total
 
 from __future__ import annotations
 
-from tests.model.state import BASE, OPEN, Budget, Column, Scope
+from tests.model.state import BASE, OPEN, RELEASE, WAKE, Budget, Column, Scope
 
 #: The third engine of three, not in order at the beginning.
 JOINER = Column(bytes=BASE, holds=(), label=-9, admit=0, paused=1, routed=0)  # nothing proves what it holds
 CLOSED = Column(admit=0, paused=1, routed=0)  # left closed at the committed weights
+SLEEPER = Column(rest=1)  # serves, and is to sleep
 STRANGE = Column(bytes=9, holds=(0, 9, 9), admit=0, paused=1, routed=0)  # other bytes under the committed version
 
 
@@ -47,6 +48,7 @@ SCOPES = (
     Scope("superseded while holding", budget(1, bad=1), versions=TWO_ROUNDS, on_failure="Hold"),
     Scope("cancelled", budget(2, cancel=1, crash=1)),
     Scope("removed by force", budget(2, remove=1, crash=1)),
+    Scope("engines sleep and wake", budget(2, wish=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER)),
     Scope("a late joiner", budget(2, crash=1, lost=1), columns=third(JOINER), max_unavailable=1),
 )
 
@@ -57,6 +59,21 @@ LARGE = (
         budget(2, slow=1, gate=1, kill=1),
         columns=third(CLOSED),
         slow_steps=(OPEN,),
+    ),
+    Scope(
+        "large: a frozen leader puts to sleep",
+        budget(1, thaw=2, rival=1),
+        elastic=True,
+        later=True,
+        columns=third(SLEEPER),
+    ),
+    Scope(
+        "large: releases that take their time",
+        budget(3, slow=1, gate=1, crash=1, wish=1),
+        elastic=True,
+        later=True,
+        columns=third(SLEEPER),
+        slow_steps=(RELEASE, WAKE),
     ),
     Scope("large: frozen leader, three steps", budget(1, thaw=3, rival=1)),
     Scope("large: frozen leader and a message", budget(2, thaw=1, rival=1, delay=1)),
@@ -82,6 +99,7 @@ LARGE = (
 ENDING = (
     Scope("takeovers and a lost message", budget(2, crash=1, lost=1)),
     Scope("a load that goes wrong", budget(2, bad=1, crash=1), max_unavailable=1),
+    Scope("engines sleep", budget(1, wish=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER)),
 )
 
 #: The same for `make fault`.

@@ -15,8 +15,12 @@ from typing import Any, NamedTuple
 
 BASE, OLD, GARBAGE = 0, 1, 99
 #: Orders with a record in the gate's log, in the order of ``Column.log``.
-STEPS = ("Pause", "Load", "Verify", "Publish", "Resume", "Open", "Close")
-PAUSE, LOAD, VERIFY, PUBLISH, RESUME, OPEN, CLOSE = range(7)
+STEPS = ("Pause", "Load", "Verify", "Publish", "Resume", "Open", "Close", "Release", "Wake")
+PAUSE, LOAD, VERIFY, PUBLISH, RESUME, OPEN, CLOSE, RELEASE, WAKE = range(9)
+#: The engine's memory by its gate's record (one tag stands for all).
+HERE, RELEASING, RELEASED, WAKING = range(4)
+#: The number of work outside rounds that puts engines to sleep or wakes them.
+ELASTIC = 7
 #: States of a record in the log.
 NONE, RUNNING, DONE, FAILED = range(4)
 #: What an operator has of a call: nothing to do, to be called, started and awaited; then its result.
@@ -33,6 +37,7 @@ class View(NamedTuple):
     gone: int = 0
     status: Answer = ()  # (): the gate gave no answer
     refused: int = 0  # the generation that the gate refused us with
+    rest: int = 0  # it is to sleep
 
 
 class Column(NamedTuple):
@@ -55,11 +60,14 @@ class Column(NamedTuple):
     holds: tuple[int, int, int] | tuple[()] = (0, OLD, OLD)  # version, bytes, bytes that were verified
     load: Answer = ()  # operation, version, bytes, record state, verified, published
     before: tuple[int, int] = (-1, -1)  # bytes in the engine, and proven, before that load
-    log: tuple[int, ...] = (0,) * 7  # attempt * 4 + state, per step, of the fence's operation
+    log: tuple[int, ...] = (0,) * 9  # attempt * 4 + state, per step, of the fence's operation
     current: int = -1  # step that runs
     unsettled: int = 0  # 1: an engine order, 2: a routing order has no known end
     adding: int = 0  # an addition was asked for and its end is not known
     staged: tuple[int, int] | tuple[()] = ()  # operation, bytes
+    memory: int = HERE
+    voided: int = 0  # memory was released since the load of ``load``
+    rest: int = 0  # its pool wants it asleep
     # what others know of it
     member: tuple[int, ...] = ()  # per round: pod number, 0 not a member, -2 silent at planning
     views: tuple[View, ...] = ()
@@ -129,6 +137,7 @@ class Budget(NamedTuple):
     silence: int = 0
     cancel: int = 0
     remove: int = 0
+    wish: int = 0  # the user changes spec.active
 
 
 class World(NamedTuple):
@@ -167,6 +176,8 @@ class Scope(NamedTuple):
     columns: tuple[Column, ...] = ()  # other than three engines that serve OLD
     committed: tuple[int, int] | tuple[()] = (0, OLD)
     bad_loads: tuple[str, ...] = ("failed", "garbage", "nothing", "unknown")
+    elastic: bool = False  # engines are put to sleep and woken between rounds
+    later: bool = False  # no round is there at the beginning
     strict: bool = False  # no request is lost here, so whoever was asked has answered
 
     def initial(self) -> State:
@@ -186,7 +197,8 @@ class Scope(NamedTuple):
             )
         world = World(
             pipeline=Pipeline(0, (), self.committed),
-            rounds=(Round(), *(Round(phase="New", exists=0),) * (n - 1)),  # later ones are ordered later
+            # Later ones are ordered later.
+            rounds=(Round("New", exists=0) if self.later else Round(), *(Round(phase="New", exists=0),) * (n - 1)),
             sender=Sender(),
             operators=(Operator(pc="top"), Operator()),
             budget=self.budget,

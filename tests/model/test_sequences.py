@@ -13,15 +13,20 @@ import pytest
 from tests.model import explore, gate
 from tests.model.gate import FENCE
 from tests.model.invariants import broken
-from tests.model.scopes import CLOSED, JOINER, STRANGE, TWO_TRAINERS, budget, third
+from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_TRAINERS, budget, third
 from tests.model.state import (
     BASE,
     CLOSE,
+    GARBAGE,
+    HERE,
     LOAD,
     OLD,
     OPEN,
+    RELEASE,
+    RELEASED,
     RESUME,
     RUNNING,
+    WAKE,
     Column,
     Pipeline,
     Scope,
@@ -68,7 +73,9 @@ def test_takeover_while_the_load_of_the_old_holder_is_in_flight() -> None:
 
 def test_a_router_addition_that_comes_late() -> None:
     """The gate restarts while it adds: until a Close has waited long enough, an addition may still come."""
-    c = Column(routed=0, late=1, pend=OPEN, current=OPEN, adding=1, fence=(5, 0), log=(0, 0, 0, 0, 0, 4 + RUNNING, 0))
+    c = Column(
+        routed=0, late=1, pend=OPEN, current=OPEN, adding=1, fence=(5, 0), log=(0, 0, 0, 0, 0, 4 + RUNNING, 0, 0, 0)
+    )
     c = gate.restart_gate(c)
     assert c.adding
     assert c.unsettled
@@ -123,7 +130,7 @@ def test_a_joiner_during_holding() -> None:
     survives(scope, lambda s: any(c.bytes == BASE for c in s[1]))
 
 
-@pytest.mark.parametrize("step", [CLOSE, RESUME, OPEN, LOAD, FENCE])
+@pytest.mark.parametrize("step", [CLOSE, RESUME, OPEN, LOAD, FENCE, RELEASE, WAKE])
 def test_an_order_of_a_frozen_leader_that_arrives_after_a_takeover_without_a_round(step: int) -> None:
     """A new leader raises the fence before its first call, whatever it does; what comes late finds it."""
     c = Column(fence=(1, 0))
@@ -132,6 +139,44 @@ def test_an_order_of_a_frozen_leader_that_arrives_after_a_takeover_without_a_rou
     after, answer = gate.deliver(c, (step, 0, 1, c.pod, 1, 0, OLD))
     assert answer == ("held", 2)
     assert after == c
+
+
+def test_an_offload_of_a_frozen_leader_that_arrives_after_a_takeover_without_a_round() -> None:
+    """The release is still on its way when somebody else has put the engines right and freed the slot."""
+    scope = Scope("late offload", budget(2, delay=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER))
+
+    def late(state: State) -> bool:
+        world, columns = state
+        orders = [(c, m) for c in columns for m in c.wire if m[0] == RELEASE]
+        return not world.pipeline.active and any(c.alive and c.fence[0] > m[2] for c, m in orders)
+
+    survives(scope, late)
+
+
+def test_an_engine_asleep_is_proven_by_nothing_and_opened_by_nobody() -> None:
+    closed = Column(routed=0, admit=0, paused=1, fence=(5, 0))
+    c, answer = gate.deliver(closed, (RELEASE, 0, 5, closed.pod, 1, 0, 0))
+    assert answer[0] == "ok"
+    assert (c.memory, c.holds) == (RELEASED, ())
+    for step in (RESUME, OPEN, LOAD):
+        after, answer = gate.deliver(c._replace(staged=(0, OLD)), (step, 0, 5, c.pod, 1, 0, OLD))
+        assert answer == ("no",)
+        assert not after.admit
+    woken, answer = gate.deliver(c, (WAKE, 0, 5, c.pod, 1, 0, 0))
+    assert answer[0] == "ok"
+    assert (woken.memory, woken.bytes) == (HERE, GARBAGE)
+    for step in (RESUME, OPEN):
+        assert gate.deliver(woken, (step, 0, 5, c.pod, 1, 0, OLD))[1] == ("no",)
+    # Only a closed engine is put to sleep at all.
+    for how in ({"routed": 1}, {"adding": 1}, {"admit": 1}, {"paused": 0, "admit": 1}):
+        after, answer = gate.deliver(closed._replace(**how), (RELEASE, 0, 5, closed.pod, 1, 0, 0))
+        assert (answer, after.memory) == (("no",), HERE), how
+
+
+@pytest.mark.slow
+def test_a_round_while_engines_go_to_sleep_and_wake() -> None:
+    scope = Scope("round and sleep", budget(2, wish=1, crash=1), elastic=True, later=True, columns=third(SLEEPER))
+    survives(scope, lambda s: s[0].rounds[0].phase == "Succeeded" and any(c.memory == RELEASED for c in s[1]))
 
 
 @pytest.mark.slow
