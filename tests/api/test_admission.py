@@ -42,6 +42,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (EP, {}),
     (EP, {"spec.replicas": 0, "spec.routers": None}),
     (EP, {"spec.replicas": 1024}),
+    (EP, {"spec.active": 0, "spec.shrink": "Offload", "spec.residualMemoryGiB": 0.5}),
+    (EP, {"spec.active": 9, "spec.shrink": "Delete"}),  # above replicas: all of them
     (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:30001"}}),
     (EP, {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 2), ("n2", 2))}}),
     (
@@ -211,6 +213,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (EP, {"spec.engine.gpusPerEngine": 0}, below("spec.engine.gpusPerEngine", 0, 1)),
     (EP, {"spec.replicas": -1}, below("spec.replicas", -1, 0)),
     (EP, {"spec.replicas": 1025}, above("spec.replicas", 1025, 1024)),
+    (EP, {"spec.active": -1}, below("spec.active", -1, 0)),
+    (EP, {"spec.shrink": "Sleep"}, unknown("spec.shrink", "Sleep", "Offload", "Delete")),
+    (EP, {"spec.residualMemoryGiB": 0}, "spec.residualMemoryGiB in body should be greater than or equal to 0.001"),
     (EP, {"spec.engine.type": "VLLM"}, unknown("spec.engine.type", "VLLM", "SGLang")),
     (EP, {"spec.routers.0.type": "nginx"}, unknown("spec.routers[0].type", "nginx", "SGLangRouter")),
     (

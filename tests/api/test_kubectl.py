@@ -54,7 +54,18 @@ STATUS: dict[str, dict[str, Any]] = {
         "sender": {"podUID": "p-1", "incarnation": "s1", "url": "http://127.0.0.5:9450"},
         "publicKeys": [{"kid": "k1", "key": "A" * 43 + "="}],
         "lastRound": "demo-v11-0123456789",
-        "engines": {"total": 4, "active": 3},
+        "engines": {"total": 4, "active": 3, "asleep": 1},
+        "grants": [
+            {
+                "cluster": "actor",
+                "priority": "ActorTraining",
+                "step": 12,
+                "granted": False,
+                "reason": "EnginesAwake",
+                "message": "demo-engines-2-0a1b2 must be Offloaded or gone first",
+                "devices": [{"node": "gpu-node-1.example", "devices": ["GPU-0", "GPU-1"]}],
+            }
+        ],
         "conditions": CONDITIONS,
     },
     "EnginePool": {
@@ -68,6 +79,7 @@ STATUS: dict[str, dict[str, Any]] = {
             "loading": 1,
             "active": 3,
             "draining": 0,
+            "offloaded": 2,
             "quarantined": 0,
             "failed": 0,
         },
@@ -306,8 +318,16 @@ COLUMNS = {
     ),
     "EnginePool": (
         {"NAME": "demo-engines", "PIPELINE": "demo", "DESIRED": "4", "ACTIVE": "3", "VERSION": "12", "OPEN": "True"}
-        | {"READY": "Unknown"},
-        {"LOADING": "1", "QUARANTINED": "0", "FAILED": "0", "OUTDATED": "False", "FENCING": "Cooperative"}
+        | {"READY": "Unknown", "ASLEEP": "2"},
+        {
+            "CEILING": "",
+            "LOADING": "1",
+            "DRAINING": "0",
+            "QUARANTINED": "0",
+            "FAILED": "0",
+            "OUTDATED": "False",
+            "FENCING": "Cooperative",
+        }
         | {"REASON": "EnginesNotActive"},
     ),
     "SyncRound": (
