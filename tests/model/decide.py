@@ -22,6 +22,8 @@ from tests.model.state import Answer, Column, View
 
 Views = tuple[View, ...]
 Members = tuple[int, ...]
+#: In place of a member's pod: its gate was silent at planning, or (minus the pod's number) took no orders then.
+SILENT, BLOCKED = -2, -10
 
 
 def views_of(columns: list[Column], who: int) -> Views:
@@ -63,7 +65,8 @@ def plan(members: Members) -> RoundPlan:
     return RoundPlan(
         tuple(Member(f"e{i}", f"pod-{m}", f"i{m}", Transport.SERIALIZED) for i, m in enumerate(members) if m > 0),
         1,
-        tuple(f"e{i}" for i, m in enumerate(members) if m == -2),
+        tuple(f"e{i}" for i, m in enumerate(members) if m == SILENT),
+        tuple(f"pod-{BLOCKED - m}" for m in members if m <= BLOCKED),
     )
 
 
@@ -118,6 +121,7 @@ def conclude(
         verdicts(views, members, work, version, content),
         unfenced=[f"e{i}" for i in open_ones],
         max_unavailable=limit,
+        blocked=judging.still_blocked(plan(members), engines(views).values()),
     )
 
 
@@ -179,7 +183,7 @@ def sender_status(incarnation: int, slots: tuple[tuple[int, int], ...]) -> wire.
 
 @cached
 def freeze(views: Views, incarnation: int, slots: tuple[tuple[int, int], ...], limit: int) -> Members | None:
-    """Members of a new round per column (-2: silent); None: refused."""
+    """Members of a new round per column (negative: SILENT, or BLOCKED minus its pod); None: refused."""
     seen = engines(views)
     answer = freezing.freeze(
         list(seen.values()),
@@ -198,7 +202,10 @@ def freeze(views: Views, incarnation: int, slots: tuple[tuple[int, int], ...], l
     for m in answer.members:
         found[int(m.engine[1:])] = int(m.pod_uid.removeprefix("pod-"))
     for name in answer.silent:
-        found[int(name[1:])] = -2
+        found[int(name[1:])] = SILENT
+    for i, v in enumerate(views):
+        if f"pod-{v.pod}" in answer.blocked:
+            found[i] = BLOCKED - v.pod
     return tuple(found)
 
 

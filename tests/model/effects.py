@@ -246,23 +246,16 @@ def _write_pipeline(run: Run) -> Iterator[Step_]:
     yield "commits" if what == "commit" else "frees the slot", run.state()
 
 
-def run_member(c: Column, run: Run) -> bool:
-    """The engine at this address is the member that was frozen."""
-    return c.member[run.op.work] == c.pod
-
-
 def _check_commit(run: Run) -> None:
     """Everyone is fenced: no live engine that could serve other weights still takes orders of an older generation."""
     if not any(c.holds[:2] == run.target for c in run.columns):
         run.wrong("committed although no engine is proven at the target")
-    absent = [
-        c.pod
-        for c in run.columns
-        # One that is to sleep is an intended drop.
-        if c.alive and run_member(c, run) and c.holds[:2] != run.target and not (c.rest or c.views[run.who].rest)
-    ]
+    n = run.op.work
+    ours = [c for c in run.columns if c.alive and c.member[n] in (c.pod, decide.BLOCKED - c.pod)]
+    # One that is to sleep is an intended drop.
+    absent = [c.pod for c in ours if c.holds[:2] != run.target and not (c.rest or c.views[run.who].rest)]
     if len(absent) > run.scope.max_unavailable:
-        run.wrong(f"committed although members {absent} are not whole")
+        run.wrong(f"committed although pods {absent} of the round are not whole")
     for c in run.columns:
         if c.alive and c.admit and c.routed and c.bytes != run.target[1]:
             run.wrong(f"committed while pod {c.pod} serves other bytes")

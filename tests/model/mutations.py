@@ -19,7 +19,7 @@ from rlfleet.plan import attempts, claims, freeze, verdicts
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
 from tests.model import effects, program
 from tests.model.hand import POLL
-from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_ROUNDS, budget, third
+from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
 from tests.model.state import OPEN, Column, Scope
 
 
@@ -127,8 +127,14 @@ GUARDS = (
         "committed while",
     ),
     Mutation(
+        "who could not be a member counts before the commit",
+        _scope(1, {"bad": 1}, columns=third(WEDGED), max_unavailable=1),
+        (Patch(verdicts, "still_blocked", _always(())),),
+        "not whole",
+    ),
+    Mutation(
         "one order at a time",
-        _scope(1, {"slow": 1}, versions=TWO_ROUNDS, on_failure="Hold"),
+        _scope(1, {"slow": 1}, versions=TWO_ROUNDS, on_failure="Hold", max_unavailable=1),
         (Patch(rules, "nothing_runs", _nothing),),
         "serves bytes",
     ),

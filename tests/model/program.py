@@ -288,7 +288,8 @@ class Run(Hand):
             return
         members = [i for i, m in enumerate(self.members) if m > 0]
         missing = [i for i in members if not self.is_staged(i)]
-        if len(missing) > self.scope.max_unavailable or len(missing) == len(members):
+        blocked = sum(m <= decide.BLOCKED for m in self.members)
+        if len(missing) + blocked > self.scope.max_unavailable or len(missing) == len(members):
             self.refuse("Failed")
         else:
             self.phase("Quiescing", "quiesce")
@@ -385,7 +386,7 @@ class Run(Hand):
         limit = self.scope.max_unavailable
         outcome = decide.conclude(self.views, self.members, self.op.work, *self.target, still, limit)
         if where == "holding":
-            self.hold(outcome.next, decide.numbers((*outcome.missing, *outcome.unfenced)))
+            self.hold(outcome.next, decide.numbers((*outcome.missing, *outcome.unfenced, *outcome.blocked)))
         elif outcome.next is Next.COMMIT:
             if COMMIT_FIRST():
                 self.set(pc="rp", arg=("commit",))

@@ -13,6 +13,7 @@ JOINER = Column(bytes=BASE, holds=(), label=-9, admit=0, paused=1, routed=0)  # 
 CLOSED = Column(admit=0, paused=1, routed=0)  # left closed at the committed weights
 SLEEPER = Column(rest=1)  # serves, and is to sleep
 STRANGE = Column(bytes=9, holds=(0, 9, 9), admit=0, paused=1, routed=0)  # other bytes under the committed version
+WEDGED = CLOSED._replace(unsettled=1)  # closed, too, and an order at its gate has no known end
 
 
 def third(column: Column) -> tuple[Column, ...]:
@@ -42,6 +43,12 @@ SCOPES = (
     Scope("a silent gate, one may be missing", budget(1, silence=1), max_unavailable=1),
     Scope("lost status", budget(2, wipe=1, crash=1)),
     Scope("lost status, silent gate", budget(2, wipe=1, silence=1), max_unavailable=1),
+    Scope(
+        "a gate that takes no orders, one may be missing",
+        budget(2, bad=1, crash=1),
+        columns=third(WEDGED),
+        max_unavailable=1,
+    ),
     Scope("two trainers", budget(1, sender=1), versions=TWO_TRAINERS),
     Scope("other bytes under the same version", budget(2, cancel=1, crash=1), columns=third(STRANGE)),
     Scope("a second round", budget(1, slow=1), versions=TWO_ROUNDS, on_failure="Hold"),

@@ -69,7 +69,7 @@ class Column(NamedTuple):
     voided: int = 0  # memory was released since the load of ``load``
     rest: int = 0  # its pool wants it asleep
     # what others know of it
-    member: tuple[int, ...] = ()  # per round: pod number, 0 not a member, -2 silent at planning
+    member: tuple[int, ...] = ()  # per round: pod number, 0 not a member, negative: it could not be one (decide.SILENT)
     views: tuple[View, ...] = ()
     todo: tuple[int, ...] = ()
     result: tuple[int, ...] = ()

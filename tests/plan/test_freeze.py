@@ -160,6 +160,51 @@ def test_a_silent_gate_within_the_limit_is_left_out_and_remembered() -> None:
     assert result.silent == ("quiet",)
 
 
+BLOCKED: dict[str, dict[str, Any]] = {
+    "it hangs in a rendezvous": {"uncertain": True, "wedged": True},
+    "an operation has no known end": {"uncertain": True},
+    "operation op-7 runs on": {"in_flight": "op-7"},
+}
+
+
+@pytest.mark.parametrize("how", list(BLOCKED))
+def test_an_engine_whose_gate_takes_no_orders_is_left_out_within_the_limit_and_remembered(how: str) -> None:
+    engines = [engine("a", gate()), engine("b", gate(**BLOCKED[how])), engine("c", gate())]
+    result = plan(engines)
+    assert [m[0] for m in members(result)] == ["a", "c"]
+    assert isinstance(result, RoundPlan)
+    assert (result.silent, result.blocked, result.total) == ((), ("uid-b",), 3)
+    assert plan([e for e in engines if e.name != "b"]) == RoundPlan(result.members, 1), "whoever is gone is no matter"
+
+
+@pytest.mark.parametrize("how", list(BLOCKED))
+@pytest.mark.parametrize(
+    ("engines", "limit"),
+    [
+        (["ok", "ok", "blocked"], "0%"),
+        (["ok", "blocked", "blocked"], 1),
+        (["ok", "blocked", "silent"], 1),  # both kinds are one allowance
+        (["blocked"], 1),  # nobody is left
+    ],
+)
+def test_more_than_may_be_unavailable_are_refused_by_name(how: str, engines: list[str], limit: int | str) -> None:
+    kinds: dict[str, wire.GateStatus | None] = {"ok": gate(), "blocked": gate(**BLOCKED[how]), "silent": None}
+    result = plan([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], max_unavailable=limit)
+    assert isinstance(result, Refusal)
+    assert result.reason is Reason.UNCERTAIN
+    assert all(f"e{i}: {how}" in result.message for i, k in enumerate(engines) if k == "blocked")
+    assert "delete these pods" in result.message
+    assert ("1 do not answer" in result.message) is ("silent" in engines)
+
+
+def test_ranks_of_a_group_leave_nobody_out_in_the_middle() -> None:
+    free = [engine(f"e{i}", gate(devices=(f"GPU-{i + 2}",), uncertain=i == 1)) for i in range(3)]
+    result = plan(free, mode="Broadcast", train=TRAIN)
+    assert isinstance(result, RoundPlan)
+    assert [(m.engine, m.rank_offset) for m in result.members] == [("e0", 1), ("e2", 2)]
+    assert result.world_size == 3
+
+
 def test_no_engine_is_an_empty_plan_in_every_mode() -> None:
     for mode in ("CPUSerialize", "Broadcast", "Auto"):
         assert plan([], mode=mode, train=TRAIN) == RoundPlan((), 1)

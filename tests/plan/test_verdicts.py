@@ -17,6 +17,7 @@ from rlfleet.plan.verdicts import (
     Entry,
     Evidence,
     Next,
+    Outcome,
     Verdict,
     abort,
     agree,
@@ -24,6 +25,7 @@ from rlfleet.plan.verdicts import (
     enter,
     reopening,
     replaceable,
+    still_blocked,
     to_replace,
     unfenced,
     verdict,
@@ -111,6 +113,32 @@ def test_never_commits_without_a_whole_member_or_past_the_limit_or_unfenced(
         assert sum(v not in (W, L, D) for v in verdicts) <= limit
     if W not in verdicts:
         assert out.next is Next.ABORT
+
+
+def test_who_could_not_be_a_member_counts_as_missing_while_it_lives() -> None:
+    plan = RoundPlan(tuple(Member(n, f"uid-{n}", "i1", Transport.SERIALIZED) for n in "ab"), 1, (), ("uid-c",))
+    blocked = engine("c", gate(uncertain=True))
+
+    def outcome(c: Engine, b: Verdict) -> Outcome:
+        verdicts = {"a": Verdict.WHOLE, "b": b}
+        return conclude(plan, verdicts, unfenced=(), max_unavailable=1, blocked=still_blocked(plan, [c]))
+
+    assert outcome(blocked, Verdict.WHOLE).next is Next.COMMIT
+    assert outcome(blocked, Verdict.POISONED) == Outcome(Next.HOLD, ("a",), ("b",), (), 1, ("c",))
+    # It came out of it, but it does not hold the target: nothing that heals it brings it into this round.
+    assert outcome(engine("c", gate()), Verdict.POISONED).next is Next.HOLD
+    for over in (
+        engine("c", blocked.status, gone=True),
+        engine("c", blocked.status, leaving=True),
+        engine("c", gate(), pod_uid="another"),  # its pod was replaced: a newcomer is nobody that is missed
+    ):
+        assert outcome(over, Verdict.POISONED).next is Next.COMMIT
+
+
+def test_a_gate_that_takes_no_orders_has_stored_the_fence_or_holds_the_commit_up() -> None:
+    stuck = {"uncertain": True, "wedged": True}
+    engines = [engine("fenced", gate(fence=10, **stuck)), engine("behind", gate(fence=9, **stuck))]
+    assert unfenced(engines, pipeline="p", generation=10) == ("behind",)
 
 
 def test_a_live_engine_that_is_silent_or_behind_is_unfenced() -> None:

@@ -2,6 +2,7 @@
 
 Invariants:
 - every refusal happens here, on observed facts, and leaves every engine as it is;
+- an engine whose gate takes no orders is unavailable, as a silent one is: it never makes a round fail half way;
 - the ranks of a broadcast group are prefix sums of each member's own world size (the sender is rank 0).
 """
 
@@ -13,7 +14,7 @@ from dataclasses import replace
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
 from rlfleet.plan.quiesce import refuse_mode
-from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, layout_of, unavailable_limit
+from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, is_blocked, layout_of, unavailable_limit
 from rlfleet.plan.topology import Device
 from rlfleet.plan.transport import Cut, Refusal, choose
 
@@ -36,21 +37,31 @@ def freeze(
     disputes: Sequence[str] = (),
     cut: Cut = AS_PUBLISHED,
 ) -> RoundPlan | Refusal:
-    """Freeze the members of a Refresh: every live engine whose gate answers and has met its engine.
+    """Freeze the members of a Refresh: every live engine whose gate answers, has met its engine and takes orders.
 
-    Checked in this order, all before anything is quiesced: silent gates, versions and capabilities of gates,
-    mode of the pause, transports, capabilities of the sender, memory for staging, verification.
+    Checked in this order, all before anything is quiesced: silent gates, gates that take no orders, versions and
+    capabilities of gates, mode of the pause, transports, capabilities of the sender, memory for staging, verification.
     """
     live = [e for e in engines if not e.gone and not e.dropped]
     silent = [e for e in live if e.status is None and not e.unborn]
-    ready = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
-    limit = unavailable_limit(max_unavailable, len(ready) + len(silent))
+    able = sorted((e for e in live if can_join(e)), key=lambda e: (e.pool, e.name))
+    ready = [e for e in able if not is_blocked(e)]
+    blocked = [e for e in able if is_blocked(e)]
+    limit = unavailable_limit(max_unavailable, len(able) + len(silent))
     if len(silent) > limit:
         names = ", ".join(sorted(f"{e.name}: {e.refusal}" if e.refusal else e.name for e in silent)[:8])
         return Refusal(
             Reason.GATES_UNREACHABLE,
             f"{len(silent)} of {len(live)} gates do not answer or refuse ({names}), more than maxUnavailable allows "
             f"({limit}); a partition is not an empty fleet: mend the network or delete these pods",
+        )
+    if blocked and (len(silent) + len(blocked) > limit or not ready):
+        more = f" and {len(silent)} do not answer" if silent else ""
+        names = "; ".join(f"{e.name}: {_why_blocked(e)}" for e in blocked[:8])
+        return Refusal(
+            Reason.UNCERTAIN,
+            f"{len(blocked)} of {len(live)} engines can not take part ({names}){more}; maxUnavailable allows {limit}, "
+            "and somebody must be left. Sync again once they have healed or been replaced, or delete these pods",
         )
     plan = assign(
         ready,
@@ -68,7 +79,17 @@ def freeze(
     )
     if isinstance(plan, Refusal):
         return plan
-    return replace(plan, silent=tuple(sorted(e.name for e in silent)))
+    uids = tuple(sorted(e.pod_uid for e in blocked))
+    return replace(plan, silent=tuple(sorted(e.name for e in silent)), blocked=uids)
+
+
+def _why_blocked(e: Engine) -> str:
+    assert e.status is not None
+    if e.status.wedged:
+        return "it hangs in a rendezvous that never came about"
+    if e.status.in_flight is not None:
+        return f"operation {e.status.in_flight} runs on"
+    return "an operation has no known end"
 
 
 def assign(

@@ -129,6 +129,8 @@ class RoundPlan:
     members: tuple[Member, ...]
     world_size: int
     silent: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    """Pod UIDs of engines whose gates answered, but take no order of a round (``is_blocked``)."""
     staging: StagingMode = StagingMode.FULL
     bucket_mib: int = 0
     """Largest bucket; 0: as published."""
@@ -141,13 +143,18 @@ class RoundPlan:
         """The member can be loaded with the sender only."""
         return m.transport is Transport.BROADCAST or self.streams(m)
 
+    @property
+    def total(self) -> int:
+        """Engines of which ``maxUnavailable`` is a share: members, and those that can not be any."""
+        return len(self.members) + len(self.silent) + len(self.blocked)
+
     def of(self, transport: Transport) -> tuple[Member, ...]:
         """The members that use one transport."""
         return tuple(m for m in self.members if m.transport is transport)
 
 
 def unavailable_limit(max_unavailable: int | str, total: int) -> int:
-    """``spec.sync.maxUnavailable`` as a count: percentages are rounded up, of members plus silent engines."""
+    """``spec.sync.maxUnavailable`` as a count: percentages are rounded up, of ``RoundPlan.total``."""
     if isinstance(max_unavailable, int):
         return max_unavailable
     return math.ceil(int(max_unavailable.rstrip("%")) * total / 100)
@@ -171,3 +178,12 @@ def can_join(e: Engine) -> bool:
         and e.status.engine.state is EngineState.READY
         and not is_touched(e.status)
     )
+
+
+def is_blocked(e: Engine) -> bool:
+    """The gate answers, but an operation there runs on or has no known end: it takes no order but Pause and Close.
+
+    So it is with an engine that hangs in a rendezvous with a trainer that died. Whoever asks has waited already for
+    operations that end by themselves (the takeover barrier).
+    """
+    return e.status is not None and (e.status.uncertain or e.status.in_flight is not None)

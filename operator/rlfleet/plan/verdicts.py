@@ -171,6 +171,8 @@ class Outcome:
     missing: tuple[str, ...] = ()
     unfenced: tuple[str, ...] = ()
     limit: int = 0
+    blocked: tuple[str, ...] = ()
+    """Engines that could not be members (``RoundPlan.blocked``) and still live: they count as missing, too."""
 
 
 def conclude(
@@ -180,8 +182,9 @@ def conclude(
     unfenced: Iterable[str],
     max_unavailable: int | str,
     left_out: Iterable[str] = (),
+    blocked: Iterable[str] = (),
 ) -> Outcome:
-    """Commit, hold, or abort.
+    """Commit, hold, or abort. ``blocked``: see ``still_blocked``.
 
     Lost and Dropped members do not count as unavailable; silent engines of the planning do while they still live:
     they appear in ``unfenced``, or in ``left_out`` where plan.everyone lets the commit go on without them.
@@ -192,14 +195,20 @@ def conclude(
     )
     open_ones = tuple(sorted(unfenced))
     silent = tuple(name for name in plan.silent if name in {*open_ones, *left_out})
-    limit = unavailable_limit(max_unavailable, len(plan.members) + len(plan.silent))
+    out = tuple(sorted(blocked))
+    limit = unavailable_limit(max_unavailable, plan.total)
     if not whole:
-        return Outcome(Next.ABORT, whole, missing, open_ones, limit)
-    if len(missing) + len(silent) > limit:
-        return Outcome(Next.HOLD, whole, missing, open_ones, limit)
+        return Outcome(Next.ABORT, whole, missing, open_ones, limit, out)
+    if len(missing) + len(silent) + len(out) > limit:
+        return Outcome(Next.HOLD, whole, missing, open_ones, limit, out)
     if open_ones:
-        return Outcome(Next.WAIT_FENCE, whole, missing, open_ones, limit)
-    return Outcome(Next.COMMIT, whole, missing, (), limit)
+        return Outcome(Next.WAIT_FENCE, whole, missing, open_ones, limit, out)
+    return Outcome(Next.COMMIT, whole, missing, (), limit, out)
+
+
+def still_blocked(plan: RoundPlan, engines: Iterable[Engine]) -> tuple[str, ...]:
+    """Engines that could not be members of the round and still live: closed, and not at its target, even if healed."""
+    return tuple(sorted(e.name for e in engines if e.pod_uid in plan.blocked and not e.gone and not e.dropped))
 
 
 def unfenced(engines: Iterable[Engine], *, pipeline: str, generation: int) -> tuple[str, ...]:

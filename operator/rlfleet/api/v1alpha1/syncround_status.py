@@ -118,6 +118,13 @@ class RoundPlan(Status):
         description="Live engines whose gates did not answer at Planned; they count against maxUnavailable.",
         json_schema_extra=ATOMIC,
     )
+    blocked: tuple[Uid, ...] = Field(
+        default=(),
+        max_length=MAX_MEMBERS,
+        description="UIDs of pods whose gates answered at Planned but took no orders: an operation there had no known "
+        "end (as after a rendezvous with a trainer that died); they count against maxUnavailable.",
+        json_schema_extra=ATOMIC,
+    )
 
 
 class MemberOutcome(StrEnum):

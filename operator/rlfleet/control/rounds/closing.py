@@ -19,7 +19,7 @@ from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.silent import left_out
 from rlfleet.plan.elastic import in_the_way
 from rlfleet.plan.rounds import unavailable_limit
-from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, unfenced
+from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, still_blocked, unfenced
 
 if TYPE_CHECKING:
     from rlfleet.control.rounds.transfer import Transfer
@@ -34,8 +34,7 @@ class Closing(Ending):
 
     def limit(self, transfer: Transfer) -> int:
         """``maxUnavailable`` of this round as a count."""
-        total = len(transfer.plan.members) + len(transfer.plan.silent)
-        return unavailable_limit(self.ledger.spec["sync"]["maxUnavailable"], total)
+        return unavailable_limit(self.ledger.spec["sync"]["maxUnavailable"], transfer.plan.total)
 
     # ------------------------------------------------------------------------------------------ verdict
 
@@ -50,13 +49,16 @@ class Closing(Ending):
         verdicts = transfer.verdicts()
         shut = await self._shut(verdicts)
         limit = self.ledger.spec["sync"]["maxUnavailable"]
-        outcome = conclude(transfer.plan, verdicts, unfenced=(*still, *shut), max_unavailable=limit)
+        blocked = still_blocked(transfer.plan, self.fleet.engines.values())
+        outcome = conclude(transfer.plan, verdicts, unfenced=(*still, *shut), max_unavailable=limit, blocked=blocked)
         silent = [n for n in still if self.fleet.engines[n].status is None]
         if outcome.next is Next.WAIT_FENCE and set(outcome.unfenced) == set(silent):
             # Nothing but their silence is in the way: out of the routers they count as closed, where that is safe.
             out = await left_out(self.run, silent)
             still = tuple(n for n in still if n not in out)
-            outcome = conclude(transfer.plan, verdicts, unfenced=still, max_unavailable=limit, left_out=out)
+            outcome = conclude(
+                transfer.plan, verdicts, unfenced=still, max_unavailable=limit, left_out=out, blocked=blocked
+            )
         return outcome, verdicts
 
     async def _shut(self, verdicts: dict[str, Verdict]) -> tuple[str, ...]:

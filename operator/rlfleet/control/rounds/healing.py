@@ -73,7 +73,7 @@ class Healing:
             if move is Move.HEAL:
                 await self._heal(transfer, verdicts)
             elif move is Move.REPLACE:
-                await replace_pods(self.run, {*outcome.missing, *outcome.unfenced})
+                await replace_pods(self.run, {*outcome.missing, *outcome.unfenced, *outcome.blocked})
             elif move is Move.ASK and not asked:
                 spent = "pausedSeconds are" if self._late() else f"{LOAD_TRIES} tries for each of them are"
                 note = f"{spent} spent and onFailure is Hold: delete the named pods, or cancel the round"
@@ -86,9 +86,11 @@ class Healing:
         if outcome.next is Next.WAIT_FENCE:
             names = ", ".join(outcome.unfenced[:4])
             return f"not committed: {names} have not stored this generation, or are not proven closed"
+        blocked = outcome.blocked
+        out = f", {len(blocked)} could not take part ({', '.join(blocked[:4])})" if blocked else ""
         return (
             f"{len(outcome.whole)} engines are whole, {len(outcome.missing)} are missing "
-            f"({', '.join(outcome.missing[:4])}), {outcome.limit} may be"
+            f"({', '.join(outcome.missing[:4])}){out}, {outcome.limit} may be"
         )
 
     async def _leave(self, move: Move, transfer: Transfer, outcome: Outcome, newer: RoundRef | None) -> bool:

@@ -39,6 +39,7 @@ def plan_row(plan: RoundPlan) -> dict[str, Any]:
         "bucketMiB": plan.bucket_mib,
         "members": member_rows(plan),
         "silent": list(plan.silent),
+        "blocked": list(plan.blocked),
     }
 
 
@@ -63,6 +64,7 @@ def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:
         members,
         int(raw.get("worldSize") or 1),
         tuple(raw.get("silent") or ()),
+        tuple(raw.get("blocked") or ()),
         staging=wire.StagingMode(raw.get("staging") or wire.StagingMode.FULL),
         bucket_mib=int(raw.get("bucketMiB") or 0),
     )

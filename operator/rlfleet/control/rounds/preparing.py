@@ -82,11 +82,12 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
     )
     now = rfc3339(run.ctx.now_ms())
     run.lap("planMs", started)
+    out = f", {len(plan.blocked)} can not take part" if plan.blocked else ""
     serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
     await run.phase(
         "Planned",
         Reason.PLANNED,
-        f"{len(serialized)} serialized, {len(broadcast)} broadcast",
+        f"{len(serialized)} serialized, {len(broadcast)} broadcast{out}",
         startedAt=run.ledger.round_status.get("startedAt") or now,
         manifestDigest=target.manifest_digest,
         bytes=target.total_bytes,
@@ -160,7 +161,7 @@ async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bo
         await closing.refuse("Staging", Reason.CANCELLED, "cancelled before engines were touched", outcome="Cancelled")
         return False
     limit = closing.limit(transfer)
-    if len(missing) > limit or len(missing) == len(transfer.plan.members):
+    if len(missing) + len(transfer.plan.blocked) > limit or len(missing) == len(transfer.plan.members):
         late = run.ctx.clock.monotonic() >= deadline
         reason, message = transfer.trouble.first() or (Reason.STAGING_FAILED, "no gate received its bytes")
         await closing.refuse(
