@@ -93,6 +93,11 @@ def test_a_late_trainer_frees_a_wedged_engine_and_the_gate_sees_it_by_itself(
     assert newer.refused("Resume", **newer.names(committed, 1)) == "Uncertain"
     assert newer.refused("Load", attempt=2, **load_order(weights, 3, late.port)) == "Uncertain"
     until("the time it has been so to be told", lambda: newer.status()["uncertainSeconds"] > 0)
+    # Everyone is fenced before a commit, whoever hangs in a rendezvous, too: orders of those before are refused then.
+    newest = newer.next("round-3")
+    answer = newest.fence().json()
+    assert (answer["fence"]["generation"], answer["wedged"]) == (newest.generation, True)
+    assert newer.refused("Pause", attempt=2) == "StaleFence"
     # Nobody orders anything from here on.
     late.serve("g", [])
     until("healed", lambda: newer.status()["wedged"] is False)
@@ -100,7 +105,7 @@ def test_a_late_trainer_frees_a_wedged_engine_and_the_gate_sees_it_by_itself(
     assert (status["uncertain"], status["uncertainSeconds"]) == (False, 0.0)
     assert status["holds"]["version"] == 1
     assert engine.http.post("/destroy_weights_update_group", json={"group_name": "g"}).status_code == 400  # left
-    newer.ok("Resume", attempt=2, **newer.names(committed, 1))
+    newest.ok("Resume", **newest.names(committed, 1))
 
 
 def test_a_wedged_engine_stays_wedged_through_a_restart_of_its_gate(
