@@ -155,10 +155,17 @@ class Fleet:
         self.apply("RLPipeline", "p", {**base, **spec})
 
     def pool(
-        self, replicas: int, *, backend: str = "numpy", name: str = "e", engine_args: tuple[str, ...] = (), **spec: Any
+        self,
+        replicas: int,
+        *,
+        backend: str = "numpy",
+        name: str = "e",
+        engine_args: tuple[str, ...] = (),
+        checkpoints: Path | None = None,
+        **spec: Any,
     ) -> None:
-        """Create or change a pool of reference engines."""
-        template = {
+        """Create or change a pool of reference engines; ``checkpoints``: a folder that they mount at /checkpoints."""
+        template: dict[str, Any] = {
             "spec": {
                 "terminationGracePeriodSeconds": 1,
                 "containers": [
@@ -173,12 +180,18 @@ class Fleet:
                 ],
             }
         }  # fmt: skip
+        gate: dict[str, Any] = {"image": "rlfleet/gate", "stagingMiB": 1024}
+        if checkpoints is not None:
+            template["spec"]["volumes"] = [{"name": "checkpoints", "hostPath": {"path": str(checkpoints)}}]
+            mount = {"name": "checkpoints", "mountPath": "/checkpoints"}
+            template["spec"]["containers"][0]["volumeMounts"] = [mount]
+            gate["checkpointVolume"] = "checkpoints"
         base: dict[str, Any] = {
             "pipeline": "p",
             "replicas": replicas,
             "engine": {"type": "SGLang", "gpusPerEngine": 1},
             "source": {"template": template},
-            "gate": {"image": "rlfleet/gate", "stagingMiB": 1024},
+            "gate": gate,
         }
         self.apply("EnginePool", name, {**base, **spec})
 

@@ -28,12 +28,16 @@ def gpus(*nodes: tuple[str, int]) -> list[dict[str, Any]]:
     return [{"node": node, "devices": [f"GPU-{node}-{i}" for i in range(count)]} for node, count in nodes]
 
 
+CHECKPOINT = {"checkpoint": {"pathTemplate": "/checkpoints/{version}"}}
+
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (RLP, {}),
     (RLP, {"spec.trainer": None, "spec.transport": None}),
     (RLP, {"spec.weights.sender": {"url": "http://10.0.0.7:9450"}}),
     (RLP, {"spec.weights.sender": {"url": "https://sender.example:9000/base"}}),
     (RLP, {"spec.transport": {"mode": "Auto", "assertMixed": True, "backend": "gloo"}}),
+    (RLP, {"spec.weights": CHECKPOINT, "spec.transport": None}),
+    (RLP, {"spec.weights": {"checkpoint": {"pathTemplate": "/a..b/{version}"}}, "spec.transport.mode": "CPUSerialize"}),
     (RLP, {"spec.transport.rendezvousPorts": {"first": 40000, "last": 40000}}),
     (RLP, {"spec.sync.maxUnavailable": 0}),
     (RLP, {"spec.sync.maxUnavailable": "0%"}),
@@ -54,6 +58,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
             "spec.replicas": 2,
         },
     ),
+    (EP, {"spec.gate.checkpointVolume": "checkpoints"}),
     (EP, {"spec.gate.resources.limits": {"memory": "5Gi", "cpu": 2, "ephemeral-storage": "1e9"}}),
     (EP, {"metadata.name": "p" * 52}),
     (SR, {}),
@@ -113,6 +118,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RLP, {"metadata.name": "p" * 300}, LABELLED),
     (RLP, {"metadata.name": "p" * 300}, "must be no more than 253 characters"),
     (RLP, {"metadata.name": "with.dots"}, LABELLED),
+    (
+        RLP,
+        {"spec.weights.checkpoint": CHECKPOINT["checkpoint"], "spec.transport": None},
+        'spec.weights: Invalid value: "object": exactly one of sender and checkpoint must be set',
+    ),
+    (RLP, {"spec.weights": {}}, "exactly one of sender and checkpoint must be set"),
+    *(
+        (
+            RLP,
+            {"spec.weights": {"checkpoint": {"pathTemplate": bad}}, "spec.transport": None},
+            "pathTemplate must be absolute, contain {version}, and have no part ..",
+        )
+        for bad in ("run/{version}", "/run", "/run/../{version}")
+    ),
+    (
+        RLP,
+        {"spec.weights": CHECKPOINT, "spec.transport.mode": "Auto"},
+        "spec.transport.mode: Forbidden: transport.mode is about a sender: leave it out with weights.checkpoint",
+    ),
     (RLP, {"spec.weights.sender": {}}, f"spec.weights.sender: {ONE_OF}"),
     (RLP, {"spec.weights.sender.url": "http://10.0.0.7:9450"}, f"spec.weights.sender: {ONE_OF}"),
     (

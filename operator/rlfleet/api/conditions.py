@@ -115,6 +115,13 @@ class Reason(_Documented):
     COMMITTED_MISMATCH = "CommittedMismatch", "spec.expectedCommitted is not the version that is committed"
     NAN_WEIGHTS = "NaNWeights", "published weights contain NaN; legal, but most likely not meant"
 
+    # checkpoints
+    CHECKPOINT_SOURCE = "CheckpointSource", "weights come from checkpoints that rounds name; there is no sender"
+    CHECKPOINT_MISSING = "CheckpointMissing", "no complete checkpoint lies at the path, as an engine's gate sees it"
+    CHECKPOINT_INVALID = "CheckpointInvalid", "the checkpoint's files are not what its manifest says"
+    CHECKPOINT_NOT_MOUNTED = "CheckpointNotMounted", "an engine does not mount the volume of the checkpoints' path"
+    DIGEST_REQUIRED = "DigestRequired", "with checkpoints a round must name the manifest digest of what it brings"
+
     # gates, routers, topology
     PIPELINE_NOT_FOUND = "PipelineNotFound", "the RLPipeline that spec.pipeline names does not exist"
     PIPELINE_DELETING = "PipelineDeleting", "the RLPipeline is being deleted: it takes no rounds and its engines close"

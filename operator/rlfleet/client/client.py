@@ -143,8 +143,9 @@ class Client:
         """Bring ``version``, which the sender has published, into all engines; return when it is served.
 
         - ``sender_incarnation``: WeightSender.incarnation; default: the sender that the operator reports.
-        - ``manifest_digest``: digest of the published manifest; with it, other bytes under the same version are told
-          apart. Nothing is asked for when the version with this digest is committed already.
+        - ``manifest_digest``: digest of the published manifest, needed with ``spec.weights.checkpoint``; with it, other
+          bytes under the same version are told apart. Nothing is asked for when the version with this digest is
+          committed already.
         - ``timeout``: seconds for everything; ``sender_timeout``: seconds of it for the operator to report the sender.
         - ``retries``: how many new attempts to make after one ended without success. An attempt that failed in an
           earlier call is reported as it is with 0, and followed by a new one otherwise.
@@ -181,7 +182,10 @@ class Client:
                     reason="VersionGoesBackwards",
                 )
             rollback_from = committed.version
-        pipeline, incarnation = self._sender(pipeline, version, sender_incarnation, sender_timeout, wait)
+        if pipeline.spec.weights.checkpoint is not None:
+            incarnation = rounds.named_checkpoint(version, manifest_digest)
+        else:
+            pipeline, incarnation = self._sender(pipeline, version, sender_incarnation, sender_timeout, wait)
         order = rounds.Order(pipeline, version, incarnation, manifest_digest, rollback_from)
         return self._carry(order, retries, wait)
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api import labels, naming
+from rlfleet.api.checkpoint import INCARNATION
 from rlfleet.api.conditions import Reason, RoundCondition, find_condition
 from rlfleet.api.v1alpha1 import RLPipeline, RoundPhase, SyncRound
-from rlfleet.client.errors import RoutingDegraded, SyncFailed
+from rlfleet.client.errors import RoutingDegraded, SyncFailed, SyncRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,18 @@ class SyncResult:
         return self.round is None
 
 
+def named_checkpoint(version: int, manifest_digest: str | None) -> str:
+    """What stands for the sender where weights come from checkpoints; SyncRefused unless the caller names the bytes."""
+    if manifest_digest is None:
+        raise SyncRefused(
+            f"version {version} was not asked for: with spec.weights.checkpoint the caller names the bytes, "
+            "sync(version, manifest_digest=checkpoint.write(...).digest)",
+            version=version,
+            reason="DigestRequired",
+        )
+    return INCARNATION
+
+
 def succeeded(found: SyncRound) -> bool:
     """The round ended as it should."""
     return found.status.phase is RoundPhase.SUCCEEDED
@@ -98,7 +111,9 @@ def result(found: SyncRound, seconds: float) -> SyncResult:
     """What a round that succeeded brought."""
     status = found.status
     plan = status.plan
-    moved = {"Serialized": plan.serialized, "Broadcast": plan.broadcast} if plan is not None else {}
+    moved = {}
+    if plan is not None:
+        moved = {"Serialized": plan.serialized, "Broadcast": plan.broadcast, "Checkpoint": plan.checkpoint}
     return SyncResult(
         version=found.spec.version,
         manifest_digest=status.manifest_digest or "",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,10 +31,11 @@ from rlfleet.api.wire import (
     PublishOrder,
     ResumeOrder,
     RouterEndpoint,
+    Transport,
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
 from rlfleet.engine import Capability
-from rlfleet.gate import rules
+from rlfleet.gate import checkpoint, rules
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS, now_ms
@@ -51,6 +53,8 @@ PAUSE_SECONDS = 20.0
 #: Least seconds for a call that is made at all: enough for an engine that is well.
 MIN_SECONDS = 1.0
 READ_BACK_SECONDS = 0.25
+#: Seconds for reading and hashing a checkpoint where the order sets no budget.
+CHECKPOINT_SECONDS = 600.0
 
 log = logging.getLogger(__name__)
 
@@ -336,11 +340,13 @@ async def _at_each(routers: list[RouterEndpoint], call: Callable[[RouterEndpoint
 
 
 async def prepare(ctx: GateContext, request: OperationRequest) -> Result:
-    """Make room and expect the manifest. What an earlier round staged is deleted first."""
+    """Make room and expect the manifest, or hash a checkpoint. What an earlier round staged is deleted first."""
     order = request.order
     assert isinstance(order, PrepareOrder)
     facts = await ctx.engine.facts()
-    if facts is not None and Capability(order.transport.value) not in facts.capabilities:
+    # A checkpoint is loaded from a directory, as what was pushed is.
+    needed = Capability.SERIALIZED if order.transport is Transport.CHECKPOINT else Capability(order.transport.value)
+    if facts is not None and needed not in facts.capabilities:
         raise GateError(
             ErrorReason.UNSUPPORTED,
             f"{ctx.engine.adapter.type} {facts.version} can not take {order.transport} weights",
@@ -350,8 +356,36 @@ async def prepare(ctx: GateContext, request: OperationRequest) -> Result:
         ctx.store.staging = None
     await ctx.area.prepare(staging)
     ctx.store.staging = staging.durable()
+    if order.transport is Transport.CHECKPOINT and ctx.area.staging is not None:
+        await _read_checkpoint(ctx, ctx.area.staging, order)
     ctx.metrics.staged_bytes.set(ctx.area.staging.received_bytes if ctx.area.staging else 0)
     return {"capacityBytes": ctx.area.usable_bytes}
+
+
+async def _read_checkpoint(ctx: GateContext, staging: Staging, order: PrepareOrder) -> None:
+    """Hash the checkpoint, unless that was done and its files are the same. The engine serves meanwhile."""
+    if staging.checked is not None and await asyncio.to_thread(staging.checked.changed) is None:
+        return
+    staging.checked = None
+    until = time.monotonic() + (order.budget_seconds or CHECKPOINT_SECONDS)
+    stop = threading.Event()
+    try:
+        staging.checked = await asyncio.to_thread(
+            checkpoint.check,
+            ctx.config.checkpoint_dir,
+            order.directory or "",
+            version=order.version,
+            digest=order.manifest_digest,
+            until=until,
+            stop=stop,
+        )
+        ctx.area.point_to(staging.checked.path)
+        staging.error = None
+    except GateError as e:
+        staging.error = e.body()
+        raise
+    finally:
+        stop.set()
 
 
 async def discard(ctx: GateContext, request: OperationRequest) -> Result:

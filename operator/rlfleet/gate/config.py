@@ -47,6 +47,8 @@ class GateConfig:
     engine_api_key: str | None
     engine_admin_key: str | None
     router_quiet_seconds: float
+    checkpoint_dir: Path | None = None
+    """Where checkpoints lie, here and in the engine; None: the pod mounts none."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -96,6 +98,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         engine_api_key=env.get("RLFLEET_ENGINE_API_KEY") or None,
         engine_admin_key=env.get("RLFLEET_ENGINE_ADMIN_KEY") or None,
         router_quiet_seconds=_number(env, "RLFLEET_ROUTER_QUIET_SECONDS", 5.0),
+        checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
     )
 
 

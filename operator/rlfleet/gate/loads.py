@@ -5,11 +5,13 @@ Invariants:
   Joining the broadcast group comes before that: a rendezvous that fails leaves the engine provably untouched;
 - serialized bytes were hashed by this gate before the load is allowed; with staging Bucket each bucket before it is
   loaded, and the load has ended well only when every bucket of the manifest was loaded once;
+- a checkpoint was hashed before, and its files are looked at once more after the load, since others can write to them;
 - an unchanged checksum is judged only against weights that were proven before; for a fresh engine it says nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -58,13 +60,25 @@ def _staged(ctx: GateContext, request: OperationRequest, order: LoadOrder) -> St
     return staging
 
 
+async def _unchanged(staging: Staging) -> None:
+    """The files of a checkpoint are still those that were hashed; what was pushed nobody else can write to."""
+    if staging.checked is None:
+        return
+    changed = await asyncio.to_thread(staging.checked.changed)
+    if changed is not None:
+        staging.checked = None
+        raise GateError(
+            ErrorReason.HASH_MISMATCH, f"the checkpoint is not what was hashed any more: {changed}; write each once"
+        )
+
+
 async def check_load(ctx: GateContext, request: OperationRequest) -> None:
     """Refuse a load without its bytes, without its group, or into an engine that is not proven paused."""
     order = request.order
     assert isinstance(order, LoadOrder)
     if order.transport is Transport.BROADCAST and (order.group is None or order.rank_offset is None):
         raise GateError(ErrorReason.INVALID, "transport Broadcast needs group and rankOffset")
-    _staged(ctx, request, order)
+    await _unchanged(_staged(ctx, request, order))
     rules.may_load(await is_paused(ctx))
 
 
@@ -94,7 +108,7 @@ async def load(ctx: GateContext, request: OperationRequest) -> Result:
     return {
         "checksumBefore": before.digest if before else None,
         "loadMs": round((time.monotonic() - started) * 1000),
-        "bytes": staging.total_bytes,
+        "bytes": staging.total_bytes or staging.received_bytes,
     }
 
 
@@ -146,10 +160,16 @@ async def _directory(
     before: Checksum | None,
     bounds: Bounds,
 ) -> None:
+    await _unchanged(staging)
     begun = _Begun(ctx, request, order, before)
     path = str(ctx.area.directory)
     seconds = bounds.left(time.monotonic(), order.transport_seconds)
     await begun.guard("load", ctx.engine.adapter.load_directory(path, seconds=seconds))
+    try:
+        await _unchanged(staging)
+    except GateError:
+        begun.end(OperationState.FAILED)  # what the engine read in between nobody knows
+        raise
     begun.end(OperationState.SUCCEEDED)
 
 

@@ -13,62 +13,20 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
 from aiohttp import StreamReader, web
 
-from rlfleet.api.manifest import TensorEntry, safetensors_header
+from rlfleet.api.manifest import safetensors_header
 from rlfleet.api.wire import ErrorReason
 from rlfleet.gate.errors import GateError
+from rlfleet.gate.hashing import TensorHasher
 from rlfleet.gate.staging import Staging, StagingArea
 
 #: Seconds without a byte after which a receive ends; the sender's own deadline is shorter or longer as it likes.
 IDLE_SECONDS = 60.0
 #: Seconds that a pushed bucket waits for the load which is to take it: the two are ordered at the same time.
 LOAD_SECONDS = 15.0
-
-
-class TensorHasher:
-    """Hashes a bucket's data region tensor by tensor as it streams by."""
-
-    def __init__(self, tensors: tuple[TensorEntry, ...]) -> None:
-        self._tensors: Iterator[TensorEntry] = iter(tensors)
-        self._hash = xxhash.xxh3_128()
-        self._entry: TensorEntry | None = None
-        self._left = 0
-        self._next()
-
-    def update(self, chunk: bytes) -> None:
-        """Hash the next bytes; GateError at the first tensor whose hash is not the manifest's."""
-        view = memoryview(chunk)
-        while view and self._left:
-            taken = view[: self._left]
-            self._hash.update(taken)
-            self._left -= len(taken)
-            view = view[len(taken) :]
-            if not self._left:
-                self._check()
-                self._next()
-
-    def _next(self) -> None:
-        for entry in self._tensors:
-            self._entry = entry
-            self._left = entry.nbytes
-            self._hash.reset()
-            if self._left:
-                return
-            self._check()
-        self._entry = None
-
-    def _check(self) -> None:
-        entry = self._entry
-        if entry is not None and self._hash.hexdigest() != entry.hash:
-            raise GateError(
-                ErrorReason.HASH_MISMATCH,
-                f"tensor {entry.name!r} arrived with hash {self._hash.hexdigest()}, the manifest says {entry.hash}",
-            )
 
 
 async def receive_bucket(area: StagingArea, staging: Staging, index: int, request: web.Request) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from rlfleet.api.manifest import Manifest, TensorEntry, safetensors_header
 from rlfleet.api.wire import ErrorBody, ErrorReason, PrepareOrder, StagedReport, StagingMode, Transport
+from rlfleet.gate.checkpoint import Checked
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.stream import BucketStream
 
@@ -45,6 +46,10 @@ class Staging:
     total_bytes: int
     sender: str | None = None
     """The sender process whose pushes are taken; None: any that has a token."""
+    directory: str | None = None
+    """Checkpoint only: where it lies, below the checkpoint directory."""
+    checked: Checked | None = None
+    """Checkpoint only: what was read and hashed there. It is not durable: a restarted gate reads again."""
     manifest: Manifest | None = None
     complete: set[int] = field(default_factory=set)
     error: ErrorBody | None = None
@@ -75,6 +80,7 @@ class Staging:
             order.total_bytes,
             sender=order.sender_incarnation,
             mode=order.staging,
+            directory=order.directory,
         )
 
     @property
@@ -95,22 +101,27 @@ class Staging:
 
     def same(self, other: Staging) -> bool:
         """Whether both expect the same bytes for the same work, so that what is here can be kept."""
-        return (self.operation, self.manifest_digest, self.transport, self.total_bytes, self.mode) == (
+        return (self.operation, self.manifest_digest, self.transport, self.total_bytes, self.mode, self.directory) == (
             other.operation,
             other.manifest_digest,
             other.transport,
             other.total_bytes,
             other.mode,
+            other.directory,
         )
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the buckets that are complete."""
+        """Bytes of the buckets that are complete, or of the checkpoint that was hashed."""
+        if self.checked is not None:
+            return self.checked.described.manifest.total_bytes
         return 0 if self.manifest is None else sum(self.manifest.bucket_bytes[i] for i in self.complete)
 
     @property
     def is_complete(self) -> bool:
         """Everything that a load needs is here and checked."""
+        if self.transport is Transport.CHECKPOINT:
+            return self.checked is not None
         if self.manifest is None:
             return False
         if self.transport is Transport.BROADCAST or self.is_streamed:
@@ -124,9 +135,9 @@ class Staging:
             version=self.version,
             manifest_digest=self.manifest_digest,
             transport=self.transport,
-            manifest_received=self.manifest is not None,
+            manifest_received=self.manifest is not None or self.checked is not None,
             received_bytes=self.received_bytes,
-            total_bytes=self.total_bytes,
+            total_bytes=self.total_bytes or self.received_bytes,
             staging=self.mode,
             complete=self.is_complete,
             error=self.error,
@@ -142,6 +153,7 @@ class Staging:
             "totalBytes": self.total_bytes,
             "sender": self.sender,
             "staging": self.mode.value,
+            "directory": self.directory,
         }
 
 
@@ -175,6 +187,7 @@ class StagingArea:
             int(durable["totalBytes"]),
             sender=durable.get("sender"),
             mode=StagingMode(durable.get("staging") or StagingMode.FULL),
+            directory=durable.get("directory"),
         )
         try:
             manifest = Manifest.model_validate_json((self._root / _MANIFEST).read_bytes())
@@ -227,6 +240,8 @@ class StagingArea:
 
     def accept_manifest(self, staging: Staging, manifest: Manifest) -> None:
         """Take the manifest of the expected digest; GateError when it describes other bytes."""
+        if staging.transport is Transport.CHECKPOINT:
+            raise GateError(ErrorReason.NOT_STAGED, "a checkpoint is read where it lies, nothing is pushed")
         if manifest.digest != staging.manifest_digest:
             raise GateError(
                 ErrorReason.HASH_MISMATCH, f"manifest {manifest.digest} is not the expected {staging.manifest_digest}"
@@ -306,7 +321,15 @@ class StagingArea:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._root / name)
 
+    def point_to(self, folder: Path) -> None:
+        """Have the load directory be ``folder``: an engine calls its model by the path, so that stays the same."""
+        self._delete(self.directory)
+        self.directory.symlink_to(folder, target_is_directory=True)
+
     @staticmethod
     def _delete(path: Path) -> None:
+        if path.is_symlink():
+            path.unlink()
+            return
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlfleet.api.checkpoint import directory
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.wire import SenderStatus
@@ -50,6 +51,8 @@ class Transporting:
     disputes: tuple[str, ...] = ()
     """What sources say differently of the trainer's devices."""
     cut: Cut = AS_PUBLISHED
+    path_template: str | None = None
+    """Where checkpoints lie; None: a sender has the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def choose_members(
     whole fleet must look like, and a CatchUp is none: it does not apply.
     """
     confirmed = frozenset(committed.engine_digests or {})
+    path = None if how.path_template is None else directory(how.path_template, committed.version)
 
     def ask(some: Sequence[Engine], known: frozenset[str]) -> RoundPlan | Refusal:
         return assign(
@@ -110,6 +114,7 @@ def choose_members(
             sender=sender,
             total_bytes=total_bytes,
             verify=how.verify,
+            path=path,
             confirmed=known,
             disputes=how.disputes,
             cut=how.cut,

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
+from rlfleet.plan.checkpoint import below
 from rlfleet.plan.quiesce import refuse_mode
 from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, is_blocked, layout_of, unavailable_limit
 from rlfleet.plan.topology import Device
@@ -36,6 +37,7 @@ def freeze(
     quiesce: PauseMode | None = None,
     disputes: Sequence[str] = (),
     cut: Cut = AS_PUBLISHED,
+    path: str | None = None,
 ) -> RoundPlan | Refusal:
     """Freeze the members of a Refresh: every live engine whose gate answers, has met its engine and takes orders.
 
@@ -76,6 +78,7 @@ def freeze(
         quiesce=quiesce,
         disputes=disputes,
         cut=cut,
+        path=path,
     )
     if isinstance(plan, Refusal):
         return plan
@@ -104,6 +107,7 @@ def assign(
     verify: str,
     quiesce: PauseMode | None = None,
     cut: Cut = AS_PUBLISHED,
+    path: str | None = None,
     confirmed: frozenset[str] = frozenset(),
     fleet: Sequence[Engine] = (),
     disputes: Sequence[str] = (),
@@ -113,7 +117,7 @@ def assign(
     ``fleet``: all engines of the pipeline, for ``assert_mixed``. ``disputes``: what sources say differently of the
     trainer's devices; those about engines are found here.
     ``confirmed``: layouts whose engine digest is committed for these bytes already, so that one engine is enough to
-    compare.
+    compare. ``path``: where the checkpoint lies that engines read; None: a sender has the weights.
     """
     for e in ready:
         assert e.status is not None
@@ -146,7 +150,7 @@ def assign(
         rank = offset if how.transport is Transport.BROADCAST else None
         offset += size if rank is not None else 0
         members.append(Member(e.name, e.pod_uid, e.incarnation, how.transport, size, rank, how.reason))
-        refusal = _capable(e, how.transport, total_bytes, verify, cut)
+        refusal = _capable(e, how.transport, total_bytes, verify, cut) or _mounts(e, path)
         if refusal is not None:
             return refusal
     if verify == "Required":
@@ -183,10 +187,25 @@ def _lone(ready: Sequence[Engine]) -> Refusal | None:
     return None
 
 
+def _mounts(e: Engine, path: str | None) -> Refusal | None:
+    """The engine, and its gate, see what lies at ``path``."""
+    if path is None or below(e.checkpoint_mount, path) is not None:
+        return None
+    what = (
+        f"has no volume of checkpoints: set spec.gate.checkpointVolume of EnginePool {e.pool}, and replace its pods"
+        if e.checkpoint_mount is None
+        else f"mounts its checkpoints at {e.checkpoint_mount}, which does not hold {path}: make "
+        "spec.weights.checkpoint.pathTemplate and the mount path agree"
+    )
+    return Refusal(Reason.CHECKPOINT_NOT_MOUNTED, f"engine {e.name} {what}")
+
+
 def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str, cut: Cut) -> Refusal | None:
     assert e.status is not None
     capabilities = set(e.status.capabilities)
-    if transport.value not in capabilities:
+    # A checkpoint is loaded from a directory, as what was pushed is.
+    needed = Transport.SERIALIZED if transport is Transport.CHECKPOINT else transport
+    if needed.value not in capabilities:
         return Refusal(
             Reason.UNSUPPORTED,
             f"engine {e.name} ({e.status.engine.type} {e.status.engine.version or '?'}) can not take {transport.value} "

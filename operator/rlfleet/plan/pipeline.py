@@ -13,6 +13,7 @@ from typing import Any
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
 from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus
 from rlfleet.plan.asleep import is_offloaded
+from rlfleet.plan.checkpoint import is_shelf
 from rlfleet.plan.rounds import Committed, Engine
 from rlfleet.plan.verdicts import at_committed
 
@@ -68,6 +69,8 @@ def sender_ready(sender: SenderStatus | None, problem: tuple[Reason, str] | None
             f"the sender speaks protocol {sender.protocol_version}, {PROTOCOL_VERSION} is needed: "
             "update rlfleet in the trainer",
         )
+    if is_shelf(sender):
+        return True, Reason.CHECKPOINT_SOURCE, "weights come from the checkpoints that rounds name; there is no sender"
     if sender.cache is None:
         return False, Reason.SENDER_NOT_READY, "the sender has published nothing yet"
     if sender.cache.nan_tensors:

@@ -27,6 +27,7 @@ from rlfleet.plan.template import (
     InvalidPool,
     asks_gpu,
     assignments,
+    checkpoint_mounts,
     engine_of,
     engine_port,
     gate_port,
@@ -42,6 +43,8 @@ Obj = dict[str, Any]
 
 #: Tells a gate where its engine listens; the address under which routers list it.
 ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
+#: Tells a gate where checkpoints lie, in its file system and the engine's.
+CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
@@ -193,6 +196,9 @@ def _gate_container(
     ]
     if assignment is not None:
         env.append(_value("RLFLEET_DEVICES", ",".join(assignment.devices)))
+    checkpoints = checkpoint_mounts(pool)
+    if checkpoints:
+        env.append(_value(CHECKPOINT_DIR_ENV, str(checkpoints[0]["mountPath"])))
     return {
         "name": GATE,
         "image": gate["image"],
@@ -205,6 +211,7 @@ def _gate_container(
         "volumeMounts": [
             {"name": STATE_VOLUME, "mountPath": STATE_DIR},
             {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},
+            *({**copy.deepcopy(mount), "readOnly": True} for mount in checkpoints),
         ],
         "startupProbe": _probe("/startupz", port, period=1, failures=GATE_START_FAILURES),
         "readinessProbe": _probe("/readyz", port, period=2, failures=3),

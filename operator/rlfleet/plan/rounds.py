@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, StagingMode, Transport
 from rlfleet.plan.asleep import is_touched
+from rlfleet.plan.checkpoint import is_shelf
 from rlfleet.plan.topology import Device, Evidence, Identity, identify, report_evidence
 
 TERMINAL = frozenset({"Succeeded", "Failed", "Superseded", "Cancelled", "Expired"})
@@ -48,7 +49,14 @@ class RoundRef:
 
 
 def held(sender: SenderStatus, version: int, digest: str | None) -> SenderCache | None:
-    """The complete weights that the sender holds for this version (and digest, if one is asked for)."""
+    """The complete weights that the sender holds for this version (and digest, if one is asked for).
+
+    A checkpoint that is named by its digest is taken to be there: whether it is, gates say when they have read it.
+    """
+    if is_shelf(sender):
+        if digest is None:
+            return None
+        return SenderCache(version=version, manifest_digest=digest, total_bytes=0, tensors=0, buckets=0)
     slots = [*sender.slots, *([sender.cache] if sender.cache else [])]
     for slot in reversed(slots):
         if slot.version == version and (digest is None or slot.manifest_digest == digest):
@@ -85,6 +93,8 @@ class Engine:
     """What its ResourceClaims say of its devices; None: it uses none."""
     assigned: Evidence | None = None
     """What placement Pinned gave it; None: nothing."""
+    checkpoint_mount: str | None = None
+    """Where its volume of checkpoints is mounted; None: it mounts none."""
 
     @property
     def dropped(self) -> bool:

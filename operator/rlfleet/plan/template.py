@@ -104,6 +104,14 @@ def template_of(pool: Mapping[str, Any]) -> Mapping[str, Any]:
     return (pool["spec"].get("source") or {}).get("template") or {}
 
 
+def checkpoint_mounts(pool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The engine container's mount of ``spec.gate.checkpointVolume``, as a list; empty where none is named."""
+    volume = (pool["spec"].get("gate") or {}).get("checkpointVolume")
+    containers = (template_of(pool).get("spec") or {}).get("containers") or []
+    engine: Mapping[str, Any] = next((c for c in containers if c.get("name") == ENGINE), {})
+    return [m for m in engine.get("volumeMounts") or [] if volume and m.get("name") == volume]
+
+
 # -------------------------------------------------------------------------------------------- validation
 
 
@@ -142,6 +150,12 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
     for i, volume in enumerate(spec.get("volumes") or []):
         if volume.get("name") in (STATE_VOLUME, STAGING_VOLUME):
             raise InvalidPool(f"{where}.volumes[{i}].name {volume['name']!r} is the operator's")
+    volume = (pool["spec"].get("gate") or {}).get("checkpointVolume")
+    if volume and len(checkpoint_mounts(pool)) != 1:
+        raise InvalidPool(
+            f"spec.gate.checkpointVolume: container {ENGINE!r} must mount volume {volume!r} exactly once: the gate "
+            "reads checkpoints at the same path as the engine"
+        )
     for field in ("restartPolicy", "restartPolicyRules"):
         if field in engines[0]:
             # A container's own policy goes before the pod's Never, and an engine that restarts in place is stale.
@@ -209,6 +223,8 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
             "port": gate_port(pool),
             "stagingMiB": staging_mib(pool),
             "resources": gate.get("resources"),
+            # Left out where it is not set, so pools from before it was there keep their hash.
+            **({"checkpointVolume": gate["checkpointVolume"]} if gate.get("checkpointVolume") else {}),
         },
         "placement": "Pinned" if is_pinned(pool) else "Scheduler",
     }

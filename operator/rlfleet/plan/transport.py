@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import StagingMode, Transport
+from rlfleet.plan import checkpoint
 from rlfleet.plan.topology import Device, Placement, place, shared_devices
 
 MIB = 2**20
@@ -108,6 +109,8 @@ def choose(
     An empty set of targets yields an empty choice in every mode, and no topology is looked at: there is nobody to
     refuse for.
     """
+    if mode == checkpoint.MODE:
+        return dict.fromkeys(engines, Choice(Transport.CHECKPOINT))
     if mode not in MODES:
         return Refusal(Reason.INVALID_SPEC, f"spec.transport.mode {mode!r} is not one of {', '.join(MODES)}")
     if assert_mixed and mode != "Auto":

@@ -12,6 +12,7 @@ from typing import Literal
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import SenderStatus
+from rlfleet.plan.checkpoint import is_shelf
 from rlfleet.plan.rounds import Committed, RoundRef, held
 
 
@@ -208,6 +209,14 @@ def _final(r: RoundRef, committed: Committed | None, sender: SenderStatus | None
                 f"version {r.version} is {what} the committed version {have}; "
                 f"set spec.allowRollback and spec.expectedCommitted: {have} to go back on purpose",
             )
+    if is_shelf(sender) and r.manifest_digest is None:
+        return Settlement(
+            r,
+            "Failed",
+            Reason.DIGEST_REQUIRED,
+            "spec.manifestDigest is needed: with spec.weights.checkpoint the round names the bytes, by the digest of "
+            "the manifest that rlfleet.sender.checkpoint.write returned",
+        )
     if sender is not None and sender.cache is not None and held(sender, r.version, r.manifest_digest) is None:
         newest = sender.cache.version
         if newest > r.version or (newest == r.version and not sender.publish_waiting):

@@ -9,6 +9,7 @@ Needs torch where tensors come in; importing this package does not.
 """
 
 from rlfleet.sender.errors import (
+    CheckpointExists,
     GatherFailed,
     GatherTimeout,
     InvalidStateDict,
@@ -23,6 +24,7 @@ from rlfleet.sender.sharded import publish_sharded
 
 __all__ = [
     "OUTSIDE_CLUSTER",
+    "CheckpointExists",
     "GatherFailed",
     "GatherTimeout",
     "InvalidStateDict",

@@ -24,6 +24,10 @@ class VersionGoesBackwards(SenderError):
     """The version is below the one that the sender holds, and ``allow_rollback`` was not given."""
 
 
+class CheckpointExists(SenderError):
+    """The path of a checkpoint holds other bytes already, or something that is no complete checkpoint."""
+
+
 class GatherFailed(SenderError):
     """Ranks of a sharded publish do not fit together, or one of them went away; the message names it where known."""
 

@@ -222,6 +222,12 @@ class Gate(Spec):
         description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model, "
         "or with transport.staging Bucket one bucket.",
     )
+    checkpoint_volume: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None,
+        description="Name of the volume of source.template that holds checkpoints "
+        "(RLPipeline.spec.weights.checkpoint). The engine container must mount it; the gate mounts it at the "
+        "same path, read-only.",
+    )
     resources: Resources | None = Field(
         default=None,
         description="Compute resources of the gate container; absent: requests that fit stagingMiB, and no limits.",

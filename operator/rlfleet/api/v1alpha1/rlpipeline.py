@@ -20,7 +20,6 @@ from rlfleet.api.v1alpha1.common import (
     DeviceId,
     Generation,
     KubernetesObject,
-    LabelSelector,
     ManifestDigest,
     NodeDevices,
     NodeName,
@@ -37,6 +36,7 @@ from rlfleet.api.v1alpha1.common import (
     rule,
     rules,
 )
+from rlfleet.api.v1alpha1.weights import Weights
 from rlfleet.api.wire import PauseMode, StagingMode
 
 Seconds = Annotated[int, Field(ge=1, le=86_400)]
@@ -84,42 +84,6 @@ class Trainer(Spec):
         description="The train pool: physical GPUs that the trainer uses. Engines on these never join a broadcast.",
         json_schema_extra=keyed_by("node"),
     )
-
-
-class SenderSource(Spec):
-    """The weight sender inside the trainer."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.podSelector) != has(self.url)",
-                "exactly one of podSelector and url must be set",
-            ),
-            rule(
-                "!has(self.url) || self.port == 9450",
-                "port applies to podSelector only: put the port into url",
-                at=".port",
-                reason="FieldValueForbidden",
-            ),
-        )
-    )
-
-    pod_selector: LabelSelector | None = Field(
-        default=None,
-        description="Selects the one pod that runs the sender. Preferred over url: it proves which pod is meant.",
-    )
-    url: Url | None = Field(
-        default=None,
-        description="Base URL of a sender outside the cluster, for instance http://10.0.0.7:9450. "
-        "Its pod UID is taken from its own report.",
-    )
-    port: Port = Field(default=9450, description="Port of the sender in the selected pod.")
-
-
-class Weights(Spec):
-    """Where complete weights come from."""
-
-    sender: SenderSource = Field(description="Weights come from the sender library in the trainer.")
 
 
 class RendezvousPorts(Spec):
@@ -267,6 +231,17 @@ class SyncSpec(Spec):
 class RLPipelineSpec(Spec):
     """What the user wants of a pipeline."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.weights.checkpoint) || !has(self.transport) || self.transport.mode == 'CPUSerialize'",
+                "transport.mode is about a sender: leave it out with weights.checkpoint",
+                at=".transport.mode",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
     trainer: Trainer | None = Field(
         default=None,
         description="Where the trainer runs. Needed by transports Broadcast and Auto.",
@@ -333,7 +308,7 @@ class CommittedVersion(Status):
 
     version: WeightVersion = Field(description="Policy version; -1 is the base.")
     manifest_digest: ManifestDigest = Field(description="Digest of the sender's manifest: the name of these bytes.")
-    sender_incarnation: Uid = Field(description="Sender process that published them.")
+    sender_incarnation: Uid = Field(description="Sender process that published them, or checkpoint.")
     engine_digests: tuple[EngineDigest, ...] = Field(
         default=(),
         max_length=16,

@@ -115,7 +115,8 @@ class SyncRoundSpec(Spec):
     )
     sender_incarnation: Uid = Field(
         description="Sender process that publishes the version (RLPipeline.status.sender.incarnation). Once that "
-        "process is gone the round is Superseded: a restarted trainer may publish other bytes under the same version.",
+        "process is gone the round is Superseded: a restarted trainer may publish other bytes under the same version. "
+        "With RLPipeline.spec.weights.checkpoint: checkpoint.",
         json_schema_extra=immutable("senderIncarnation", NEW_ROUND),
     )
     attempt: int = Field(

@@ -109,6 +109,7 @@ class RoundPlan(Status):
     bucket_mib: Annotated[int, Field(ge=0, le=65_536)] = Field(
         default=0, alias="bucketMiB", description="Largest bucket in MiB; from the pipeline's spec. 0: as published."
     )
+    checkpoint: Count = Field(default=0, description="Members that load a checkpoint from a shared path.")
     members: tuple[PlannedMember, ...] = Field(
         default=(), max_length=MAX_MEMBERS, description="The members.", json_schema_extra=ATOMIC
     )

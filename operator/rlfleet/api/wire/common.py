@@ -76,6 +76,8 @@ class ErrorReason(StrEnum):
     OPERATION_CONFLICT = "OperationConflict"  # 409 same id, other order
     UNCERTAIN = "Uncertain"  # 409 an operation of this gate has no recorded end
     NOT_PROVEN = "NotProven"  # 409 resume or open without proof of the committed weights
+    CHECKPOINT_MISSING = "CheckpointMissing"  # 409 no complete checkpoint lies at the path
+    CHECKPOINT_INVALID = "CheckpointInvalid"  # 409 what lies there is not what its manifest says
     NOT_STAGED = "NotStaged"  # 409 load without complete staged bytes
     STAGING_TOO_LARGE = "StagingTooLarge"  # 409 more bytes than the memory volume may take
     VERSION_NOT_HELD = "VersionNotHeld"  # 409 the sender does not hold these bytes
@@ -203,6 +205,7 @@ class Transport(StrEnum):
 
     SERIALIZED = "Serialized"
     BROADCAST = "Broadcast"
+    CHECKPOINT = "Checkpoint"  # from a path that gate and engine both mount; nobody sends anything
 
 
 class StagingMode(StrEnum):

@@ -99,7 +99,8 @@ class ResumeOrder(Request):
 
 
 class PrepareOrder(Request):
-    """Get ready for one round's bytes: reserve memory (Serialized) and expect the manifest from the sender (both).
+    """Get ready for one round's bytes: reserve memory (Serialized) and expect the manifest from the sender (also
+    Broadcast), or read and hash the checkpoint in ``directory`` (Checkpoint).
 
     Replaces what an earlier round staged. Result: ``{"capacityBytes": n}``.
     """
@@ -108,7 +109,13 @@ class PrepareOrder(Request):
     transport: Transport
     version: Version
     manifest_digest: Digest
-    total_bytes: int = Field(ge=1)
+    total_bytes: int = Field(ge=0, description="0 only with Checkpoint, where nobody knows it before")
+    directory: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Checkpoint only: path below the gate's checkpoint directory"
+    )
+    budget_seconds: Seconds | None = Field(
+        default=None, description="Checkpoint only: seconds for reading and hashing, counted from reception"
+    )
     staging: StagingMode = Field(
         default=StagingMode.FULL,
         description="Serialized only. Bucket: the manifest alone is staged; buckets come while a Load runs, one at a "

@@ -23,7 +23,7 @@ from rlfleet.control.rounds.ending import SHUT_SECONDS, Ending
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
-from rlfleet.control.rounds.plan_record import plan_row
+from rlfleet.control.rounds.plan_record import plan_row, summary
 from rlfleet.control.rounds.preparing import cut_of
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.target import Target
@@ -37,6 +37,7 @@ from rlfleet.plan.catchup import (
     needs,
     outdated,
 )
+from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of, path_template
 from rlfleet.plan.rounds import Committed, Member, held
 from rlfleet.plan.topology import Identity
 from rlfleet.plan.transport import Cut
@@ -63,12 +64,13 @@ def transporting(spec: dict[str, Any], train: Identity, slot: wire.SenderCache |
     ``slot``: the weights at the sender; None where nothing is planned with them.
     """
     return Transporting(
-        mode=spec["transport"]["mode"],
+        mode=mode_of(spec),
         backend=spec["transport"]["backend"],
         train=train.devices,
         verify=spec["sync"]["verify"],
         disputes=(train.conflict,) if train.conflict else (),
         cut=cut_of(spec, slot) if slot is not None else Cut(),
+        path_template=path_template(spec),
     )
 
 
@@ -88,6 +90,18 @@ class CatchUpReady(Executor):
             await ending.settle(stop.outcome, "Planned", stop.reason, stop.message)
             return None
         assert committed is not None
+        slot = await self._taken_hold(ending, committed)
+        transfer = await self._freeze(ending, committed, slot) if slot is not None else None
+        if transfer is not None:
+            self.lap("planMs", started)
+            await self._say_planned(transfer)
+        return transfer
+
+    async def _taken_hold(self, ending: Ending, committed: Committed) -> wire.SenderCache | None:
+        """The committed bytes, held at the sender for the round's time; None: the round has ended."""
+        if is_shelf(self.sender.status):
+            assert self.sender.status is not None
+            return held(self.sender.status, committed.version, committed.manifest_digest)
         if self.sender.peer is None or self.sender.status is None:
             reason, message = self.sender.problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
             await ending.settle("Failed", "Planned", reason, message)
@@ -109,12 +123,7 @@ class CatchUpReady(Executor):
             await ending.settle(
                 "Failed", "Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on the committed version"
             )
-            return None
-        transfer = await self._freeze(ending, committed, slot)
-        if transfer is not None:
-            self.lap("planMs", started)
-            await self._say_planned(transfer)
-        return transfer
+        return slot
 
     async def _freeze(self, ending: Ending, committed: Committed, slot: wire.SenderCache) -> Transfer | None:
         """The members: those of ``engines`` that still need it, have attempts left, and can take part."""
@@ -155,19 +164,19 @@ class CatchUpReady(Executor):
             manifest_digest=committed.manifest_digest,
             total_bytes=slot.total_bytes,
             sender_incarnation=self.sender.status.incarnation,
+            path=checkpoint_path(self.ledger.spec, committed.version),
         )
         return self.transfer(plan, target)
 
     async def _say_planned(self, transfer: Transfer) -> None:
         plan = transfer.plan
-        serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
         await self.phase(
             "Planned",
             Reason.PLANNED,
-            f"{len(serialized)} serialized, {len(broadcast)} broadcast",
+            summary(plan),
             startedAt=self.ledger.round_status.get("startedAt") or rfc3339(self.ctx.now_ms()),
             manifestDigest=transfer.target.manifest_digest,
-            bytes=transfer.target.total_bytes,
+            bytes=transfer.target.total_bytes or None,
             plan=plan_row(plan),
         )
 
@@ -178,7 +187,7 @@ class CatchUpReady(Executor):
         await self.phase(
             "Staging",
             Reason.STAGING,
-            f"{transfer.staged_bytes(members)} bytes to {len(members)} gates",
+            transfer.what_is_staged(members),
             stagingAt=self.ledger.round_status.get("stagingAt") or rfc3339(self.ctx.now_ms()),
         )
         stop = await self._unless_stopped(self._stage(members, transfer))

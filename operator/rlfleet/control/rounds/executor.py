@@ -34,6 +34,7 @@ from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
+from rlfleet.plan.checkpoint import checkpoint_path
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
 from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan
@@ -245,6 +246,7 @@ class Executor:
             manifest_digest=str(status["manifestDigest"]),
             total_bytes=int(status.get("bytes") or 1),
             sender_incarnation=str(self.round_spec.get("senderIncarnation") or ""),
+            path=checkpoint_path(self.ledger.spec, int(self.round_spec["version"])),
         )
 
     def transfer(self, plan: RoundPlan, target: Target) -> Transfer:

@@ -29,18 +29,29 @@ def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
 
 
 def plan_row(plan: RoundPlan) -> dict[str, Any]:
-    """``status.plan``."""
-    serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
+    """``status.plan`` of a round that was just frozen."""
+    broadcast = plan.of(wire.Transport.BROADCAST)
     return {
         "worldSize": plan.world_size if broadcast else 0,
-        "serialized": len(serialized),
+        "serialized": len(plan.of(wire.Transport.SERIALIZED)),
         "broadcast": len(broadcast),
+        "checkpoint": len(plan.of(wire.Transport.CHECKPOINT)),
         "staging": plan.staging.value,
         "bucketMiB": plan.bucket_mib,
         "members": member_rows(plan),
         "silent": list(plan.silent),
         "blocked": list(plan.blocked),
     }
+
+
+def summary(plan: RoundPlan) -> str:
+    """How many members get their weights which way."""
+    serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
+    checkpoint = plan.of(wire.Transport.CHECKPOINT)
+    said = f"{len(serialized)} serialized, {len(broadcast)} broadcast"
+    if checkpoint:
+        said = f"{len(checkpoint)} from a checkpoint"
+    return said + (f", {len(plan.blocked)} can not take part" if plan.blocked else "")
 
 
 def plan_of(status: Mapping[str, Any]) -> RoundPlan | None:

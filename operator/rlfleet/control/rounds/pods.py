@@ -12,6 +12,7 @@ from typing import Any
 
 from rlfleet.api import labels, wire
 from rlfleet.control.peers import Peer
+from rlfleet.plan.pods import CHECKPOINT_DIR_ENV
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import assigned_evidence
 
@@ -33,6 +34,13 @@ def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
     host = f"[{ip}]" if ":" in ip else ip
     meta = pod["metadata"]
     return Peer(meta["name"], meta["uid"], f"http://{host}:{gate_port(pod)}")
+
+
+def checkpoint_mount(pod: Mapping[str, Any]) -> str | None:
+    """Where the pod's gate and engine mount the volume of checkpoints; None: they mount none."""
+    gate: Mapping[str, Any] = next((c for c in pod["spec"].get("initContainers") or [] if c.get("name") == "gate"), {})
+    found: Mapping[str, Any] = next((e for e in gate.get("env") or [] if e.get("name") == CHECKPOINT_DIR_ENV), {})
+    return found.get("value") or None
 
 
 def is_gone(pod: Mapping[str, Any]) -> bool:
@@ -90,6 +98,7 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
         unborn=is_unborn(pod),
         assigned=assigned_evidence(assigned) if assigned else None,
         index=_index(pod),
+        checkpoint_mount=checkpoint_mount(pod),
     )
 
 

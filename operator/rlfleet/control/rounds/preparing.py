@@ -14,10 +14,11 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.peers import PeerError
-from rlfleet.control.rounds.plan_record import plan_row
+from rlfleet.control.rounds.plan_record import plan_row, summary
 from rlfleet.control.rounds.results import why
 from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
+from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held
@@ -36,8 +37,51 @@ ASKED_AGAIN = 3
 async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
     """Planned: hold at the sender, members frozen, all refusals; nothing is touched when one applies."""
     started = run.ctx.clock.monotonic()
+    slot = await _taken_hold(run, closing)
+    if slot is None:
+        return None
+    assert run.sender.status is not None
+    plan = await _frozen_for_sure(run, slot)
+    if isinstance(plan, Refusal):
+        await closing.refuse("Planned", plan.reason, plan.message)
+        return None
+    target = Target(
+        operation=run.round_uid,
+        version=slot.version,
+        manifest_digest=slot.manifest_digest,
+        total_bytes=slot.total_bytes,
+        sender_incarnation=run.sender.status.incarnation,
+        path=checkpoint_path(run.ledger.spec, slot.version),
+    )
+    now = rfc3339(run.ctx.now_ms())
+    run.lap("planMs", started)
+    await run.phase(
+        "Planned",
+        Reason.PLANNED,
+        summary(plan),
+        startedAt=run.ledger.round_status.get("startedAt") or now,
+        manifestDigest=target.manifest_digest,
+        bytes=target.total_bytes or None,
+        plan=plan_row(plan),
+    )
+    transfer = run.transfer(plan, target)
+    if not plan.members:
+        await closing.commit_without_members(transfer)
+        return None
+    return transfer
+
+
+async def _taken_hold(run: Executor, closing: Closing) -> wire.SenderCache | None:
+    """What the round brings, held at the sender for its time; None: the round was refused."""
     deadlines = run.ledger.spec["sync"]["deadlines"]
     version = int(run.round_spec["version"])
+    if is_shelf(run.sender.status):
+        # Nobody is there to hold anything: gates hash what lies at the path when it is staged.
+        assert run.sender.status is not None
+        named = held(run.sender.status, version, run.round_spec.get("manifestDigest"))
+        if named is None:
+            await closing.refuse("Planned", Reason.DIGEST_REQUIRED, "spec.manifestDigest is needed with checkpoints")
+        return named
     if run.sender.peer is None or run.sender.status is None:
         reason, message = run.sender.problem or (Reason.SENDER_UNREACHABLE, "the sender does not answer")
         await closing.refuse("Planned", reason, message)
@@ -69,35 +113,7 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
     if hold is None or slot is None:
         await closing.refuse("Planned", Reason.VERSION_NOT_HELD, "the sender took no hold on this version")
         return None
-    plan = await _frozen_for_sure(run, slot)
-    if isinstance(plan, Refusal):
-        await closing.refuse("Planned", plan.reason, plan.message)
-        return None
-    target = Target(
-        operation=run.round_uid,
-        version=version,
-        manifest_digest=slot.manifest_digest,
-        total_bytes=slot.total_bytes,
-        sender_incarnation=run.sender.status.incarnation,
-    )
-    now = rfc3339(run.ctx.now_ms())
-    run.lap("planMs", started)
-    out = f", {len(plan.blocked)} can not take part" if plan.blocked else ""
-    serialized, broadcast = plan.of(wire.Transport.SERIALIZED), plan.of(wire.Transport.BROADCAST)
-    await run.phase(
-        "Planned",
-        Reason.PLANNED,
-        f"{len(serialized)} serialized, {len(broadcast)} broadcast{out}",
-        startedAt=run.ledger.round_status.get("startedAt") or now,
-        manifestDigest=target.manifest_digest,
-        bytes=target.total_bytes,
-        plan=plan_row(plan),
-    )
-    transfer = run.transfer(plan, target)
-    if not plan.members:
-        await closing.commit_without_members(transfer)
-        return None
-    return transfer
+    return slot
 
 
 async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
@@ -131,7 +147,7 @@ def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
     spec = run.ledger.spec
     return freeze(
         list(run.fleet.engines.values()),
-        mode=spec["transport"]["mode"],
+        mode=mode_of(spec),
         assert_mixed=bool(spec["transport"].get("assertMixed")),
         backend=spec["transport"]["backend"],
         train=run.sender.train.devices,
@@ -142,6 +158,7 @@ def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
         quiesce=wanted_mode(spec["sync"]),
         disputes=[run.sender.train.conflict] if run.sender.train.conflict else (),
         cut=cut_of(spec, slot),
+        path=checkpoint_path(spec, slot.version),
     )
 
 
@@ -151,7 +168,7 @@ async def stage_bytes(run: Executor, transfer: Transfer, closing: Closing) -> bo
     await run.phase(
         "Staging",
         Reason.STAGING,
-        f"{transfer.staged_bytes(transfer.plan.members)} bytes to {len(transfer.plan.members)} gates",
+        transfer.what_is_staged(transfer.plan.members),
         stagingAt=run.ledger.round_status.get("stagingAt") or rfc3339(run.ctx.now_ms()),
     )
     deadline = run.deadline("stagingSeconds", "stagingAt")

@@ -22,6 +22,7 @@ from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
+from rlfleet.plan.checkpoint import SHELF, path_template
 from rlfleet.plan.dra import block_claims, block_evidence, claim_evidence, uses
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.topology import Evidence, Identity, identify, report_evidence, spec_evidence
@@ -73,7 +74,7 @@ class SenderLink:
         return self.peer is not None and self.peer.pod_uid == URL_SENDER
 
     async def find(self, spec: Mapping[str, Any]) -> None:
-        """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it."""
+        """Resolve ``spec.weights.sender`` to one running pod (or a URL) and ask it; with checkpoints there is none."""
         self.peer, self.status, self.problem, self.absent = None, None, None, False
         self.declared = spec_evidence((spec.get("trainer") or {}).get("gpus"))
         pod = await self._resolve(spec)
@@ -82,6 +83,9 @@ class SenderLink:
 
     async def _resolve(self, spec: Mapping[str, Any]) -> Obj | None:
         """Set ``peer``, or ``problem`` where there is none; the sender's pod, if it is one of ours."""
+        if path_template(spec) is not None:
+            self.status = SHELF
+            return None
         sender = (spec.get("weights") or {}).get("sender") or {}
         port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
         if sender.get("url"):

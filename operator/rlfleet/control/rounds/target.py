@@ -9,7 +9,8 @@ from rlfleet.api import wire
 from rlfleet.api.budgets import order_times
 from rlfleet.api.conditions import Reason
 from rlfleet.control.rounds.results import Ended, ok, why
-from rlfleet.plan.rounds import Member
+from rlfleet.plan.checkpoint import below
+from rlfleet.plan.rounds import Engine, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Target:
     manifest_digest: str
     total_bytes: int
     sender_incarnation: str
+    path: str | None = None
+    """Where the checkpoint lies, as the volume is mounted in pods; None: a sender has the bytes."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,29 @@ class Trouble:
             reason, message = self.by_engine[engine]
             return reason, f"{engine}: {message}"
         return None
+
+
+def prepare_order(
+    target: Target, m: Member, engine: Engine | None, *, left: float, staging: wire.StagingMode
+) -> wire.PrepareOrder:
+    """The order with which one member gets ready for the bytes. ``left``: seconds until the deadline."""
+    if m.transport is not wire.Transport.CHECKPOINT:
+        return wire.PrepareOrder(
+            transport=m.transport,
+            version=target.version,
+            manifest_digest=target.manifest_digest,
+            total_bytes=target.total_bytes,
+            staging=staging,
+            sender_incarnation=target.sender_incarnation or None,
+        )
+    return wire.PrepareOrder(
+        transport=m.transport,
+        version=target.version,
+        manifest_digest=target.manifest_digest,
+        total_bytes=0,
+        directory=below(engine.checkpoint_mount, target.path) if engine is not None and target.path else None,
+        budget_seconds=max(left, 1.0),
+    )
 
 
 def load_order(

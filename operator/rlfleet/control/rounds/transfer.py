@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlfleet.api import wire
@@ -22,7 +22,7 @@ from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.rendezvous import Rendezvous
 from rlfleet.control.rounds.results import Ended, is_older, ok, why
 from rlfleet.control.rounds.sender_link import SenderLink
-from rlfleet.control.rounds.target import Target, Trouble, load_order
+from rlfleet.control.rounds.target import Target, Trouble, load_order, prepare_order
 from rlfleet.plan.rounds import Committed, Member, RoundPlan
 from rlfleet.plan.transport import MIB
 from rlfleet.plan.verdicts import Agreement, Evidence, Verdict, agree, verdict
@@ -51,6 +51,12 @@ class Transfer:
 
     # -------------------------------------------------------------------------------------------- staging
 
+    def what_is_staged(self, members: Sequence[Member]) -> str:
+        """What staging does, for people."""
+        if self.target.path is not None:
+            return f"{len(members)} gates read and hash {self.target.path}"
+        return f"{self.staged_bytes(members)} bytes to {len(members)} gates"
+
     async def stage(self, members: Iterable[Member], *, deadline: float, again: bool = False) -> set[str]:
         """Bring manifest (and for serialized members the bytes) to the gates; the names that did not get them.
 
@@ -59,21 +65,23 @@ class Transfer:
         members = list(members)
         missing = await self._group().without_port(members)
         members = [m for m in members if m.engine not in missing]
+        left = deadline - self.fleet.ctx.clock.monotonic()
         prepare = {
-            m.engine: wire.PrepareOrder(
-                transport=m.transport,
-                version=self.target.version,
-                manifest_digest=self.target.manifest_digest,
-                total_bytes=self.target.total_bytes,
+            m.engine: prepare_order(
+                self.target,
+                m,
+                self.fleet.engines.get(m.engine),
+                left=left,
                 staging=self.plan.staging if self.plan.streams(m) else wire.StagingMode.FULL,
-                sender_incarnation=self.target.sender_incarnation or None,
             )
             for m in members
         }
         results = await self.fleet.run(self.caller, "Prepare", prepare, deadline=deadline, again=again)
         self.trouble.note_results(results)
         ready = [m for m in members if ok(results.get(m.engine))]
-        await self._push(ready, deadline=deadline)
+        await self._push([m for m in ready if m.transport is not wire.Transport.CHECKPOINT], deadline=deadline)
+        if read := [m.engine for m in members if m.transport is wire.Transport.CHECKPOINT]:
+            await self.fleet.poll(read)
         unstaged = {m.engine for m in members if not self.staged(m)}
         for name in unstaged:
             self.trouble.note(name, Reason.STAGING_FAILED, "its gate did not receive all bytes")
