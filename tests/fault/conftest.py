@@ -30,6 +30,8 @@ STANDS = int(os.environ.get("RLFLEET_FAULT_STANDS") or 2)
 SECONDS = float(os.environ.get("RLFLEET_FAULT_SECONDS") or "inf")
 #: `make fault REPEAT=n` makes each try so many times: for faults that depend on how fast things are.
 REPEAT = int(os.environ.get("RLFLEET_FAULT_REPEAT") or 1)
+#: Several stands at once leave each other some of the machine.
+PROBE_SECONDS = 1.0
 MakeCrew = Callable[..., Crew]
 _REPORT = pytest.StashKey[Report]()
 
@@ -86,7 +88,8 @@ def make_crew(cluster: LocalCluster, tmp_path: Path, report: Report) -> MakeCrew
             return [one for one in every if in_shard(one.name, SHARD)]
 
         def stand() -> Stand:
-            return Stand(cluster, tmp_path / f"stand-{next(numbers)}", **kind.stand_options)
+            folder = tmp_path / f"stand-{next(numbers)}"
+            return Stand(cluster, folder, **{"probe_seconds": PROBE_SECONDS, **kind.stand_options})
 
         crew = Crew(report, kind, stand, mine, title=title, until=time.monotonic() + SECONDS)
         crew.run(min(STANDS, kind.most_stands))

@@ -87,6 +87,7 @@ class Soak:
             engines=3,
             instances=operators,
             keep=False,
+            probe_seconds=1.0,  # it leaves the machine to others
             base=False,
             routed=True,
         )

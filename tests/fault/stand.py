@@ -96,6 +96,8 @@ class Stand:
     pipeline: dict[str, Any] = field(default_factory=dict)
     pool: dict[str, Any] = field(default_factory=dict)
     operator_env: dict[str, str] = field(default_factory=dict)
+    #: Seconds between two looks at every engine: a look costs the machine as much as some calls of the operator.
+    probe_seconds: float = 0.3
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ class Stand:
             Prober(
                 self.recorder,
                 self.checker,
-                every=0.3 if self.keep else 1.0,  # a soak leaves the machine to others
+                every=self.probe_seconds,
                 routed=self.routed,
                 router=lambda: self.router_url,
             )
