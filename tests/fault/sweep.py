@@ -210,6 +210,9 @@ class Sweep:
             outcome.reached = rule.struck > 0
             ended = self.scenario.end_state()
             outcome.direct = ended == self.expected
+            # A fault whose point was not reached must not strike the trainer's next version: nobody would restart its
+            # victim.
+            self._clear()
             if not outcome.direct:
                 outcome.failure = f"ended with {difference(self.expected, ended)}"
                 self.scenario.next_step()
