@@ -7,6 +7,8 @@ another operator, and a wrong one is taken back without a trace.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,23 +43,27 @@ def patch(stand: Stand, kind: str, name: str, spec: dict[str, Any]) -> None:
     stand.cluster.kubectl("patch", kind, name, "-n", stand.namespace, "--type=merge", "-p", body)
 
 
-def held_at(stand: Stand, point: str) -> tuple[str, Rule]:
-    """Order a round; when this call is on its way, and held for a moment: the round's name, and the rule."""
+@contextmanager
+def held_at(stand: Stand, point: str) -> Iterator[str]:
+    """Order a round; its name, when this call is on its way, and held until the block ends."""
     stand.wait_steady("the fleet to be steady before a round")
     stand.proxy.watch()
-    rule = stand.proxy.strike(Rule(at(point), Fault.DELAY, seconds=1.0))
+    stand.proxy.strike(Rule(at(point), Fault.FREEZE_BEFORE))
     version = stand.next_version()
     stand.fleet.publish(version)
     name = stand.fleet.order(version)
-    wait_until(lambda: rule.struck, point, every=0.01)
-    return name, rule
+    wait_until(stand.proxy.fired.is_set, point, every=0.01)
+    try:
+        yield name
+    finally:
+        stand.operators[0].thaw()
 
 
 @pytest.mark.parametrize("point", [p if "commit" in p else pytest.param(p, marks=pytest.mark.slow) for p in WRITES])
 def test_a_spec_that_changes_under_a_write_is_no_other_operator(stand: Stand, point: str) -> None:
     """The write meets a newer resourceVersion, finds its own fence there, and goes on."""
-    name, _ = held_at(stand, point)
-    patch(stand, "rlpipeline", "p", {"ttlSecondsAfterFinished": 3000 + stand.version})
+    with held_at(stand, point) as name:
+        patch(stand, "rlpipeline", "p", {"ttlSecondsAfterFinished": 3000 + stand.version})
     done = stand.fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]
     assert done["status"]["plan"]["members"], done["status"]
@@ -133,9 +139,9 @@ CHANGES = [
     ids=lambda c: c.name,
 )
 def test_a_change_in_mid_round_that_is_taken_back(stand: Stand, change: Change) -> None:
-    name, _ = held_at(stand, TRANSFERRING)
     target = "p" if change.kind == PIPELINE else "e"
-    patch(stand, change.kind, target, change.spec)
+    with held_at(stand, TRANSFERRING) as name:
+        patch(stand, change.kind, target, change.spec)
     done = stand.fleet.ended(name)
     assert done["status"]["phase"] in change.ends, done["status"]
     if change.next:
@@ -180,11 +186,11 @@ def test_specs_that_change_all_the_time(stand: Stand) -> None:
 )
 def test_of_a_rounds_spec_only_its_cancel_can_change(stand: Stand, point: str, phase: str) -> None:
     """Before weights move a cancel ends the round; later it is noted, and the round goes on."""
-    name, _ = held_at(stand, point)
-    for spec in ({"version": 10**6}, {"kind": "CatchUp"}, {"attempt": 7}, {"allowRollback": True}):
-        with pytest.raises(ClusterError, match=r"(?i)invalid"):
-            patch(stand, "syncround", name, spec)
-    patch(stand, "syncround", name, {"cancel": True})
+    with held_at(stand, point) as name:
+        for spec in ({"version": 10**6}, {"kind": "CatchUp"}, {"attempt": 7}, {"allowRollback": True}):
+            with pytest.raises(ClusterError, match=r"(?i)invalid"):
+                patch(stand, "syncround", name, spec)
+        patch(stand, "syncround", name, {"cancel": True})
     done = stand.fleet.ended(name)
     assert done["status"]["phase"] == phase, done["status"]
     if phase == "Cancelled":
