@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlfleet.plan.rounds import TERMINAL
-from tests.model import effects, gate
+from tests.model import calls, effects, gate
 from tests.model.hand import KINDS
 from tests.model.invariants import broken
 from tests.model.program import Run
@@ -78,7 +78,7 @@ def _nature(scope: Scope, state: State) -> Iterator[Step]:
                     rest.remove(m)
                     after, _ = gate.deliver(c._replace(wire=tuple(rest)), m)
                     run = Run(scope, world, columns, 0)
-                    effects.changed(run, c, after, m)
+                    calls.changed(run, c, after, m)
                     run.columns[i] = after
                     what = KINDS[m[0]]
                     yield f"a late {what} of generation {m[2]} arrives at pod {c.pod}", run.state()

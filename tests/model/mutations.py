@@ -17,7 +17,7 @@ from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
 from rlfleet.plan import attempts, claims, freeze, verdicts
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
-from tests.model import effects, program
+from tests.model import effects, moving, program
 from tests.model.hand import POLL
 from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
 from tests.model.state import OPEN, Column, Scope
@@ -117,7 +117,7 @@ GUARDS = (
     Mutation(
         "barrier step 3: a fence call to everybody",
         _scope(2, {"crash": 1, "delay": 1}, strict=True),
-        (Patch(program, "FENCING", POLL),),
+        (Patch(moving, "FENCING", POLL),),
         "begun to decide",
     ),
     Mutation(
@@ -255,7 +255,7 @@ PAIRS = (
     (
         "weights move only in a paused engine: the round aborts, the gate refuses",
         _scope(1, {"lost": 1}),
-        (Patch(program, "PAUSED_FIRST", _always(False)),),
+        (Patch(moving, "PAUSED_FIRST", _always(False)),),
         (Patch(rules, "may_load", _nothing),),
         "serves bytes",
     ),
