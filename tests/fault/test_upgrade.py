@@ -44,6 +44,8 @@ def pair(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
         engines=3,
         base=False,
         routed=True,
+        # Loads that outlast a leader get half of pausedSeconds.
+        pipeline={"sync": {"deadlines": {"pendingSeconds": 120, "stagingSeconds": 120, "pausedSeconds": 120}}},
         pool={"routers": [router | {"port": ROUTER_PORT}]},
         operator_env=env,
     ) as made:
