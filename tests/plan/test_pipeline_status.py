@@ -10,6 +10,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import EngineReport, EngineState
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rounds import Committed
+from tests.plan.elastic_kit import asleep, awake
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, sender
 
 COMMITTED = Committed(1, DIGEST_A)
@@ -37,6 +38,21 @@ def test_active_is_proven_running_and_listed_by_every_router() -> None:
     assert "no-router" not in facts.closed
     assert len(facts.closed) == 6
     assert count(engines, None).active == 0
+
+
+def test_who_sleeps_because_it_is_to_is_nobodys_want_and_who_should_be_awake_is() -> None:
+    engines = [awake(0), asleep(1, resting=True), asleep(2), awake(3, resting=True)]
+    facts = count(engines, COMMITTED)
+    # a-2 is to wake; a-3 is on its way to sleep.
+    assert (facts.total, facts.active, facts.asleep, facts.closed) == (2, 1, 1, ("a-2",))
+    assert facts.counts == {"total": 2, "active": 1, "asleep": 1}
+
+
+def test_a_fleet_asleep_is_ready_and_not_empty() -> None:
+    found = state(facts=count([asleep(0, resting=True)], COMMITTED))
+    assert found["Ready"] == ("True", "EnginesOffloaded")
+    assert found["Degraded"] == ("False", "AsExpected")
+    assert state(facts=FleetFacts(0, 0, (), ()))["Ready"] == ("True", "NoEngines")
 
 
 def state(**changes: Any) -> dict[str, tuple[str, str]]:
