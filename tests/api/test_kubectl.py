@@ -55,6 +55,17 @@ STATUS: dict[str, dict[str, Any]] = {
         "publicKeys": [{"kid": "k1", "key": "A" * 43 + "="}],
         "lastRound": "demo-v11-0123456789",
         "engines": {"total": 4, "active": 3, "asleep": 1},
+        "rendezvousClaims": [
+            {
+                "address": "127.0.0.5",
+                "port": 29500,
+                "operation": "u-1",
+                "senderIncarnation": "s1",
+                "senderPod": "trainer",
+                "senderPodUID": "p-1",
+                "leaked": True,
+            }
+        ],
         "grants": [
             {
                 "cluster": "actor",
@@ -124,6 +135,10 @@ STATUS: dict[str, dict[str, Any]] = {
             "worldSize": 3,
             "serialized": 2,
             "broadcast": 1,
+            "checkpoint": 0,
+            "staging": "Full",
+            "bucketMiB": 0,
+            "blocked": ["p-9"],
             "members": [
                 {
                     "engine": "demo-engines-0",
