@@ -6,6 +6,7 @@ disturbed run must equal the end of the undisturbed one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -335,6 +336,37 @@ class ScaleUp(Scenario):
         return everybody_serves(self.stand, self.wanted)
 
 
+class Sleep(Scenario):
+    """One engine is put to sleep by spec.active, wakes when the ceiling is raised, and catches up."""
+
+    name = "sleep-and-wake"
+    stand_options: ClassVar[State] = {"pool": {"shrink": "Offload", "engine_args": ("--enable-memory-saver",)}}
+
+    def prepare(self) -> None:
+        self.active(None)
+        super().prepare()
+
+    def active(self, count: int | None) -> None:
+        """Change the ceiling; None: none."""
+        patch = json.dumps({"spec": {"active": count}})
+        self.fleet.cluster.kubectl("patch", "enginepool", "e", "-n", self.fleet.namespace, "--type=merge", "-p", patch)
+
+    def begin(self, arm: Arm) -> None:
+        self.woken = False
+        arm()
+        self.active(self.stand.engines - 1)
+
+    def drive(self) -> None:
+        counts = self.fleet.status("enginepool", "e").get("counts") or {}
+        claimed = self.fleet.status("rlpipeline", "p").get("activeOperation")
+        if not self.woken and counts.get("offloaded") == 1 and not claimed:
+            self.active(None)
+            self.woken = True
+
+    def over(self) -> bool:
+        return self.woken and everybody_serves(self.stand)
+
+
 class CatchUp(Scenario):
     """An engine's pod vanishes; its successor catches up."""
 
@@ -404,6 +436,7 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     Holding,
     Silent,
     ScaleUp,
+    Sleep,
     Deletion,
     Mixed,
 )
