@@ -155,6 +155,20 @@ def test_a_broadcast_whose_trainer_goes_commits_nothing_and_opens_nobody_half_wr
     wait_until(lambda: "rendezvousClaims" not in fleet.status("rlpipeline", "p"), "no port to be claimed any more")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_stream_of_buckets_whose_trainer_goes_commits_nothing(fleet: Fleet, cluster: LocalCluster, how: str) -> None:
+    pods = serialized_fleet(fleet, sync=SYNC, transport={"mode": "CPUSerialize", "staging": "Bucket", "bucketMiB": 1})
+    assert fleet.label(pods[0]) == "-1"
+    # The first bucket is being loaded when the trainer goes; a second one never comes.
+    status = interrupted(fleet, cluster, {"Transferring"}, how, {"update_weights_from_disk": SLOWLY}, bulk=8)
+    assert (status["phase"], status["committed"]) == ("Failed", False), status
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+    # They hold the one and the other: nobody serves before a new trainer has loaded them.
+    assert all(fleet.paused(p) for p in fleet.engines())
+    recovers(fleet)
+
+
 def test_a_replaced_trainer_cannot_change_what_a_version_means(fleet: Fleet) -> None:
     pods = serialized_fleet(fleet, sync=SYNC)
     assert fleet.sync(1)["status"]["phase"] == "Succeeded"

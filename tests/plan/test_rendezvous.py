@@ -13,6 +13,9 @@ from rlfleet.api.v1alpha1.rlpipeline import MAX_CLAIMS, RendezvousClaim
 from rlfleet.api.wire import SenderStatus
 from rlfleet.plan.rendezvous import (
     Claim,
+    Use,
+    Wanted,
+    Write,
     claims_of,
     doubtful,
     judged,
@@ -20,6 +23,7 @@ from rlfleet.plan.rendezvous import (
     own,
     pick,
     rows,
+    step,
     taken,
 )
 from tests.plan.rounds_kit import sender
@@ -91,38 +95,30 @@ def test_ones_own_pipeline_is_not_among_the_others() -> None:
 
 
 class Pipeline:
-    """One pipeline that claims as control.rounds.rendezvous does: each ``yield`` is where others may act."""
+    """One pipeline, whose executions do what ``step`` says; each ``yield`` is where others may act."""
 
     def __init__(self, name: str, begin: int, cluster: list[Pipeline]) -> None:
         self.name = name
-        self.begin = begin
+        self.wanted = Wanted("10.0.0.5", name, "s1", 29500, 29505, begin, "trainer-0", "uid-t")
         self.cluster = cluster
-        self.claim: Claim | None = None
-        self.uses: Claim | None = None
-        self.tries = 0
+        self.claims: tuple[Claim, ...] = ()
+        self.uses: int | None = None
 
     def _others(self) -> frozenset[tuple[str, int]]:
-        objects = [
-            {"metadata": {"uid": p.name}, "status": {"rendezvousClaims": rows([p.claim]) if p.claim else None}}
-            for p in self.cluster
-        ]
+        objects = [{"metadata": {"uid": p.name}, "status": {"rendezvousClaims": rows(p.claims)}} for p in self.cluster]
         return taken(objects, but=self.name)
 
     def run(self) -> Iterator[None]:
-        while self.tries < 8:
-            self.tries += 1
+        fresh: frozenset[int] = frozenset()
+        while self.uses is None:
             others = self._others()
             yield
-            port = pick(29500, 29505, address="10.0.0.5", begin=self.begin, others=others, mine=())
-            if port is None:
-                continue
-            self.claim = replace(MINE, port=port, operation=self.name)
+            next_step = step(self.claims, self.wanted, others, fresh=fresh)
+            if isinstance(next_step, Use):
+                self.uses = next_step.port
+            elif next_step is not None:
+                self.claims, fresh = next_step.claims, fresh | {next_step.port}
             yield
-            others = self._others()
-            yield
-            if self.claim.where not in others:
-                self.uses = self.claim
-                return
 
 
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=3), st.lists(st.integers(0, 2), max_size=60))
@@ -130,11 +126,42 @@ def test_pipelines_that_share_an_address_never_use_one_port(begins: list[int], o
     cluster: list[Pipeline] = []
     cluster.extend(Pipeline(f"p{i}", begin, cluster) for i, begin in enumerate(begins))
     running = [p.run() for p in cluster]
-    for turn in [*order, *([0] * 40), *([1] * 40), *([2] * 40)]:
+    for turn in [*order, *([0] * 60), *([1] * 60), *([2] * 60)]:
         next(running[turn], None)
-        used = [p.uses.where for p in cluster if p.uses is not None]
+        used = [p.uses for p in cluster if p.uses is not None]
         assert len(used) == len(set(used))
     assert all(p.uses is not None for p in cluster)
+    # What was given up was never used, so nothing is left of it.
+    assert [len(p.claims) for p in cluster] == [1, 1, 1]
+
+
+WANTED = Wanted("10.0.0.5", "round-1", "s1", 29500, 29503, 0, "trainer-0", "uid-t")
+
+
+def test_a_port_is_claimed_then_looked_at_then_used() -> None:
+    first = step((), WANTED, frozenset())
+    assert first == Write((MINE,), 29500)
+    assert isinstance(first, Write)
+    assert step(first.claims, WANTED, frozenset()) == Use(29500)
+
+
+def test_a_port_that_the_sender_cannot_have_goes_and_the_next_comes() -> None:
+    moved = step((MINE,), WANTED, frozenset(), refused=frozenset({29500}))
+    assert moved == Write((replace(MINE, port=29501),), 29501)
+    assert step((MINE,), WANTED, frozenset(), refused=frozenset(range(29500, 29504))) is None
+
+
+def test_a_predecessors_claim_that_cannot_be_used_is_leaked_not_forgotten() -> None:
+    """Its sender may have been asked to listen; only one that this execution made itself is known to be unused."""
+    others = frozenset({("10.0.0.5", 29500)})
+    leaked = (replace(MINE, leaked=True), replace(MINE, port=29501))
+    assert step((MINE,), WANTED, others) == Write(leaked, 29501)
+    assert step((MINE,), WANTED, others, fresh=frozenset({29500})) == Write((replace(MINE, port=29501),), 29501)
+
+
+def test_another_sender_process_gets_a_port_of_its_own() -> None:
+    old = replace(MINE, incarnation="s0")
+    assert step((old,), WANTED, frozenset()) == Write((old, replace(MINE, port=29501)), 29501)
 
 
 # ------------------------------------------------------------------------------------------ what ends a claim

@@ -127,6 +127,71 @@ def pick(
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one execution of an operation needs a port for, and the range that it may come from."""
+
+    address: str
+    operation: str
+    incarnation: str
+    first: int
+    last: int
+    begin: int
+    pod: str = ""
+    pod_uid: str = ""
+
+    def claim(self, port: int) -> Claim:
+        """A claim of ours."""
+        return Claim(self.address, port, self.operation, self.incarnation, self.pod, self.pod_uid)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The port is ours alone: the sender may be asked to listen on it."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Make these claims durable, look at all pipelines anew, and ask again. ``port``: the new one among them."""
+
+    claims: tuple[Claim, ...]
+    port: int
+
+
+def step(
+    claims: Sequence[Claim],
+    wanted: Wanted,
+    others: Taken,
+    *,
+    refused: frozenset[int] = frozenset(),
+    fresh: frozenset[int] = frozenset(),
+) -> Use | Write | None:
+    """How an execution comes to its port; None: there is none.
+
+    ``claims``: of this pipeline, as they are durable. ``others``: of all others, read *after* ``claims`` were
+    written. ``refused``: ports that the sender could not listen on, with a recorded end. ``fresh``: ports that this
+    very execution claimed, so that nobody before it can have had the sender listen on them.
+    """
+    mine = own(claims, operation=wanted.operation, incarnation=wanted.incarnation)
+    if mine is not None and mine.port not in refused and mine.where not in others:
+        return Use(mine.port)
+    kept = [c for c in claims if c is not mine]
+    if mine is not None and mine.port not in refused and mine.port not in fresh:
+        kept.append(replace(mine, leaked=True))
+    port = pick(
+        wanted.first,
+        wanted.last,
+        address=wanted.address,
+        begin=wanted.begin,
+        others=others,
+        mine=kept,
+        refused=refused,
+    )
+    return None if port is None else Write((*kept, wanted.claim(port)), port)
+
+
 def judged(
     claims: Iterable[Claim],
     *,

@@ -10,7 +10,6 @@ Invariants (plan.rendezvous):
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
@@ -19,7 +18,7 @@ from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS, RLPIPELINES
-from rlfleet.plan.rendezvous import Claim, Taken, claims_of, doubtful, own, pick, rows, taken
+from rlfleet.plan.rendezvous import Taken, Use, Wanted, Write, claims_of, doubtful, own, rows, step, taken
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -56,62 +55,46 @@ class Rendezvous:
         claims = claims_of(self._ledger.status)
         if own(claims, operation=self._operation, incarnation=self._incarnation) is not None:
             return {}
-        port = self._pick(claims, await self._others(), frozenset())
-        if port is None:
-            return {}  # a round that needs none must not fail for it; one that does will ask again
-        self._fresh.add(port)
-        return {"rendezvousClaims": rows([*claims, self._claim(port)])}
+        next_step = step(claims, self._wanted(), await self._others())
+        if not isinstance(next_step, Write):
+            return {}  # a round that needs no port must not fail for it; one that does will ask again
+        self._fresh.add(next_step.port)
+        return {"rendezvousClaims": rows(next_step.claims)}
 
     async def hold(self, refused: frozenset[int] = frozenset()) -> int | None:
         """The port of this execution, durable and seen to be ours alone; None: none can be had.
 
         ``refused``: ports that the sender could not listen on, with a recorded end.
         """
+        if self._checked is not None and self._checked not in refused:
+            return self._checked
         for _ in range(TRIES):
-            claims = claims_of(self._ledger.status)
-            mine = own(claims, operation=self._operation, incarnation=self._incarnation)
-            if mine is not None and mine.port not in refused and mine.port == self._checked:
-                return mine.port
+            # Always read after our own claim was written.
             others = await self._others()
-            if mine is not None and mine.port not in refused and mine.where not in others:
-                self._checked = mine.port
-                return mine.port
-            kept = [c for c in claims if c is not mine]
-            if mine is not None and mine.port not in refused and mine.port not in self._fresh:
-                # A predecessor may have had the sender listen on it.
-                kept.append(replace(mine, leaked=True))
-            port = self._pick(tuple(kept), others, refused)
-            if port is None:
+            claims = claims_of(self._ledger.status)
+            next_step = step(claims, self._wanted(), others, refused=refused, fresh=frozenset(self._fresh))
+            if next_step is None:
                 return None
-            self._fresh.add(port)
-            await self._ledger.write_pipeline(
-                {"rendezvousClaims": rows([*kept, self._claim(port)])}, what="rendezvous port"
-            )
+            if isinstance(next_step, Use):
+                self._checked = next_step.port
+                return next_step.port
+            self._fresh.add(next_step.port)
+            await self._ledger.write_pipeline({"rendezvousClaims": rows(next_step.claims)}, what="rendezvous port")
         return None
 
-    def _claim(self, port: int) -> Claim:
+    def _wanted(self) -> Wanted:
         peer = self._sender.peer
         assert peer is not None
-        in_cluster = not self._sender.by_url
-        return Claim(
+        ports = self._ledger.spec["transport"]["rendezvousPorts"]
+        return Wanted(
             address=self._sender.host,
-            port=port,
             operation=self._operation,
             incarnation=self._incarnation,
-            pod=peer.name if in_cluster else "",
-            pod_uid=peer.pod_uid if in_cluster else "",
-        )
-
-    def _pick(self, claims: tuple[Claim, ...], others: Taken, refused: frozenset[int]) -> int | None:
-        ports = self._ledger.spec["transport"]["rendezvousPorts"]
-        return pick(
-            int(ports["first"]),
-            int(ports["last"]),
-            address=self._sender.host,
+            first=int(ports["first"]),
+            last=int(ports["last"]),
             begin=int(wire.operation_id(self._operation, "port", 0, "")[:6], 16),
-            others=others,
-            mine=claims,
-            refused=refused,
+            pod="" if self._sender.by_url else peer.name,
+            pod_uid="" if self._sender.by_url else peer.pod_uid,
         )
 
     async def _others(self) -> Taken:
