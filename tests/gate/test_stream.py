@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,6 +97,29 @@ def test_no_bucket_at_all_leaves_the_engine_untouched(staged: tuple[Operator, We
     status = operator.status()
     assert [entry["version"] for entry in status["loads"]] == [1]
     operator.ok("Resume", **operator.names(Weights.of(1), 1))
+
+
+def test_a_takeover_in_mid_stream_lets_the_load_end(staged: tuple[Operator, Weights], engine: Engine) -> None:
+    operator, weights = staged
+    op = load(operator, weights)
+    assert operator.push("buckets/0", weights.buckets[0]).status_code == 200
+    successor = replace(operator, generation=operator.generation + 1)
+    assert successor.fence().status_code == 200
+    for index, data in enumerate(weights.buckets[1:], 1):
+        assert operator.push(f"buckets/{index}", data).status_code == 200
+    assert successor.wait(op)["state"] == "Succeeded"
+    proven(successor, weights, engine)
+    # With the load its token's time is over.
+    assert operator.push("buckets/0", weights.buckets[0]).json()["reason"] == "StaleFence"
+
+
+def test_another_operation_in_mid_stream_ends_it(staged: tuple[Operator, Weights]) -> None:
+    operator, weights = staged
+    op = load(operator, weights, transportSeconds=2.0)
+    assert operator.push("buckets/0", weights.buckets[0]).status_code == 200
+    assert operator.next("round-3").fence().status_code == 200
+    assert operator.push("buckets/1", weights.buckets[1]).json()["reason"] == "StaleFence"
+    assert operator.next("round-3").wait(op)["state"] == "Failed"
 
 
 def poisoned(operator: Operator, state: str) -> None:

@@ -136,14 +136,20 @@ class AdmissionControl:
             if not held.generation and body.generation:
                 self._store.fence = Fence(body.pipeline, "", body.generation)
 
-    def admit_push(self, claims: Claims, operation: str) -> None:
-        """A push neither raises the fence nor outlives it: its token must be of exactly the one that is held."""
+    def admit_push(self, claims: Claims, operation: str, *, feeds: int | None = None) -> None:
+        """A push neither raises the fence nor outlives it: its token must be of exactly the one that is held.
+
+        ``feeds``: generation of a load that runs and takes its buckets from a push. It runs to its end whoever takes
+        the operation over, and so does the push that it needs: cut off, it would only leave the engine half loaded.
+        """
         if claims.operation != operation:
             raise GateError(
                 ErrorReason.FORBIDDEN, f"the token was made for operation {claims.operation!r}, not {operation!r}"
             )
         held = self._store.fence
         if (claims.pipeline, claims.operation, claims.generation) == (held.pipeline, held.operation, held.generation):
+            return
+        if (claims.pipeline, claims.operation, claims.generation) == (held.pipeline, held.operation, feeds):
             return
         if claims.generation > held.generation:
             raise GateError(ErrorReason.NOT_STAGED, "no Prepare was accepted under this token's generation", held=held)

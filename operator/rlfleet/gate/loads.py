@@ -183,7 +183,7 @@ async def _buckets(
 ) -> None:
     """Load bucket by bucket as the sender brings them. Until the first is here nothing is touched or recorded."""
     ctx.area.drop_loaded()
-    stream = staging.open_stream()
+    stream = staging.open_stream(request.generation)
     begun: _Begun | None = None
     until = bounds.transport_until(time.monotonic())
     count = len(staging.buckets)

@@ -178,8 +178,9 @@ class GateServer:
         """The staging that this push is for; every check that does not need the body."""
         claims = self._claims(request, Scope.PUSH)
         operation = request.match_info["operation"]
-        self._gate.admission.admit_push(claims, operation)
         staging = self._gate.ctx.area.staging
+        feeds = staging.generation if staging is not None and staging.stream is not None else None
+        self._gate.admission.admit_push(claims, operation, feeds=feeds)
         if staging is None or staging.operation != operation:
             raise GateError(ErrorReason.NOT_STAGED, "nothing is expected for this operation; Prepare comes first")
         pusher = request.headers.get(SENDER_HEADER)

@@ -58,6 +58,8 @@ class Staging:
     mode: StagingMode = StagingMode.FULL
     stream: BucketStream | None = None
     """Mode Bucket, while a load runs: where the push and the load meet."""
+    generation: int = 0
+    """Of the load that the stream feeds."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while there is a stream."""
 
@@ -88,9 +90,9 @@ class Staging:
         """Bytes pass through while the engine loads; only the manifest is staged."""
         return self.transport is Transport.SERIALIZED and self.mode is StagingMode.BUCKET
 
-    def open_stream(self) -> BucketStream:
-        """A load begins: let buckets come, from the first one."""
-        self.stream = BucketStream(len(self.buckets))
+    def open_stream(self, generation: int) -> BucketStream:
+        """A load begins under this generation: let buckets come, from the first one."""
+        self.stream, self.generation = BucketStream(len(self.buckets)), generation
         self.opened.set()
         return self.stream
 
