@@ -94,11 +94,10 @@ def three_free_ports() -> int:
 
 def test_weights_that_do_not_fit_stream_in_buckets_beside_a_broadcast(fleet: Fleet) -> None:
     pipeline(fleet, "Auto", bucketMiB=1)
-    fleet.pool(
-        2, backend="torch", placement=pinned([TRAIN[0], FREE[0]]), gate={"image": "rlfleet/gate", "stagingMiB": 2}
-    )
+    small = {"image": "rlfleet/gate", "stagingMiB": 2}
+    fleet.pool(3, backend="torch", placement=pinned([*TRAIN, FREE[0]]), gate=small)
     fleet.trainer()
-    pods = fleet.ready_engines(2, 240)
+    pods = fleet.ready_engines(3, 240)
     fleet.publish(-1, bulk=1)
     refused = fleet.ended(fleet.order(-1))["status"]["failure"]
     assert (refused["stage"], refused["reason"]) == ("Planned", "StagingTooLarge")
@@ -107,7 +106,7 @@ def test_weights_that_do_not_fit_stream_in_buckets_beside_a_broadcast(fleet: Fle
     done = fleet.ended(fleet.order(-1, attempt=2))["status"]
     assert done["phase"] == "Succeeded", done
     plan = done["plan"]
-    assert (plan["staging"], plan["bucketMiB"], plan["serialized"], plan["broadcast"]) == ("Bucket", 1, 1, 1)
+    assert (plan["staging"], plan["bucketMiB"], plan["serialized"], plan["broadcast"]) == ("Bucket", 1, 2, 1)
     assert len({fleet.checksum(p) for p in pods}) == 1
     # An engine that fails between two buckets holds neither version: it stays closed until it was loaded anew.
     streamed = next(m["engine"] for m in plan["members"] if m["transport"] == "Serialized")
