@@ -9,6 +9,13 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
+{{/* Which physical devices ResourceClaims were given. ResourceSlices belong to no namespace. */}}
+{{- define "rlfleet.slices" -}}
+- apiGroups: [resource.k8s.io]
+  resources: [resourceslices]
+  verbs: [list]
+{{- end -}}
+
 {{/* What the operator may do in the namespaces that it serves. */}}
 {{- define "rlfleet.rules" -}}
 # Engine pods are created, and deleted with a UID precondition. Their status is the kubelet's: never written.
@@ -29,6 +36,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines/finalizers, enginepools/finalizers, syncrounds/finalizers]
   verbs: [update]
+# Claims of train blocks: made, deleted with a UID precondition, never changed. The scheduler writes their status.
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaims]
+  verbs: [list, create, delete]
 - apiGroups: ["", events.k8s.io]
   resources: [events]
   verbs: [create, patch]

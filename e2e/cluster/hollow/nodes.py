@@ -16,11 +16,16 @@ from e2e.cluster.hollow.api import MERGE, STRATEGIC_MERGE, Api, ApiError, Object
 from e2e.cluster.hollow.timestamps import now, now_micro
 
 GPUS_PER_NODE = 8
+GPUS_PER_ROOT = 4
+#: DRA driver of the simulated GPUs, and the name of their DeviceClass.
+DRIVER = "gpu.hollow.rlfleet.dev"
+PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
 NODES_PER_RACK = 4
 RACKS_PER_ZONE = 2
 ALLOCATABLE = {"cpu": "192", "memory": "2000Gi", "ephemeral-storage": "2000Gi", "pods": "250", "nvidia.com/gpu": "8"}
 _LEASE_SECONDS = 40
 _RENEW_SECONDS = 10
+_RESOURCES = "/apis/resource.k8s.io/v1"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 log = logging.getLogger("hollow.nodes")
@@ -39,8 +44,16 @@ class Nodes:
         return [f"GPU-{node}-{number:02d}" for number in range(GPUS_PER_NODE)]
 
     async def register(self) -> None:
-        """Creates all nodes and their leases."""
+        """Creates all nodes, their leases, and what the DRA driver of each tells of its GPUs.
+
+        The GPUs are those of the extended resource as well. The scheduler keeps these two books apart, as on real
+        nodes, so a test uses one of them on a node.
+        """
+        await self._api.request("POST", f"{_RESOURCES}/deviceclasses", _device_class())
         await asyncio.gather(*(self._register(n, name) for n, name in enumerate(self.addresses)))
+
+    async def _publish(self, name: str) -> None:
+        await self._api.request("POST", f"{_RESOURCES}/resourceslices", resource_slice(name))
 
     async def renew(self) -> None:
         """Renews the leases for ever."""
@@ -128,6 +141,48 @@ class Nodes:
             "spec": {"holderIdentity": name, "leaseDurationSeconds": _LEASE_SECONDS, "renewTime": now_micro()},
         }
         await self._api.request("POST", _LEASES, lease)
+        await self._publish(name)
+
+
+def device_name(index: int) -> str:
+    """How a node's DRA driver calls a GPU."""
+    return f"gpu-{index}"
+
+
+def resource_slice(node: str) -> Object:
+    """What the DRA driver of a node tells of its GPUs: two PCIe roots with four each."""
+    devices = [
+        {
+            "name": device_name(index),
+            "attributes": {
+                "uuid": {"string": uuid},
+                "index": {"int": index},
+                PCIE_ROOT: {"string": f"pci0000:{index // GPUS_PER_ROOT:02x}"},
+            },
+            "capacity": {"memory": {"value": "141Gi"}},
+        }
+        for index, uuid in enumerate(Nodes.devices(node))
+    ]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": f"{node}-gpu"},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    }
+
+
+def _device_class() -> Object:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": DRIVER},
+        "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{DRIVER}"'}}]},
+    }
 
 
 def _conditions() -> list[Object]:

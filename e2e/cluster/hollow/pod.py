@@ -23,6 +23,7 @@ import aiohttp
 
 from e2e.cluster.hollow import status
 from e2e.cluster.hollow.api import STRATEGIC_MERGE, Api, ApiError, Object
+from e2e.cluster.hollow.claims import NotPrepared, prepare
 from e2e.cluster.hollow.container import Container, Kind, Launch
 from e2e.cluster.hollow.devices import Devices, share
 from e2e.cluster.hollow.environment import ConfigError, MountPaths, PodFacts, command_line, environment
@@ -129,7 +130,7 @@ class Pod:
             self._refusal = {"reason": "UnexpectedAdmissionError", "message": message}
             self._end()
             return
-        self._devices = share(self._pod["spec"], held)
+        self._devices = share(self._pod["spec"], held) | await self._prepare_claims()
         await self._prepare_volumes()
         self._sandbox = True
         self._dirty.set()
@@ -166,6 +167,27 @@ class Pod:
                 container.state = {"waiting": {"reason": "ContainerCreating", "message": problem}}
             self._dirty.set()
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _prepare_claims(self) -> dict[str, list[str]]:
+        """The devices of the pod's claims by container; waits as a kubelet does until they can be used."""
+        while True:
+            try:
+                return await prepare(self._pod, self._claim)
+            except NotPrepared as error:
+                problem = str(error)
+            except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                problem = repr(error)
+            log.info("pod %s/%s waits for its claims: %s", self.namespace, self.name, problem)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _claim(self, name: str) -> Object | None:
+        path = f"/apis/resource.k8s.io/v1/namespaces/{self.namespace}/resourceclaims/{quote(name)}"
+        try:
+            return await self._host.api.request("GET", path)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
 
     def _start(self, container: Container) -> asyncio.Task[None]:
         task = asyncio.create_task(container.run())

@@ -165,6 +165,17 @@ class Reason(_Documented):
     STAGING_OVER_LIMIT = "StagingOverLimit", "the gate's memory limit is too small for its staging volume"
     MODELS_DIFFER = "ModelsDiffer", "pools of one pipeline name different models"
     DEVICES_SHARED_BY_POOLS = "DevicesSharedByPools", "two Pinned pools list the same devices"
+    BLOCK_NOT_FOUND = "BlockNotFound", "a pool uses a train block that its RLPipeline does not have"
+    BLOCKS_SHARED_BY_POOLS = "BlocksSharedByPools", "two pools use one train block"
+    BLOCK_CLAIM_TAKEN = (
+        "BlockClaimTaken",
+        "a ResourceClaim of a train block's name exists and is not the pipeline's",
+    )
+    BLOCK_CLAIM_PENDING = "BlockClaimPending", "engines wait for the ResourceClaim of their train block"
+    BLOCK_MOVED = (
+        "BlockMoved",
+        "a train block was allocated anew, on other devices; the next round knows",
+    )
     PARTIAL_OVERLAP = "PartialOverlap", "engines stand on some of the trainer's devices and not on all of them"
     PORTS_EXHAUSTED = "PortsExhausted", "no port of transport.rendezvousPorts is free at the sender"
     PORT_CLAIM_LEAKED = (

@@ -24,6 +24,10 @@ ENGINE_INDEX: Final = f"{GROUP}/engine-index"
 TEMPLATE_HASH: Final = f"{GROUP}/template-hash"
 #: Annotation on pods of a Pinned pool: "<node>/<device>,<device>" that this engine was given.
 DEVICES: Final = f"{GROUP}/devices"
+#: Annotation on pods of a Claims pool: "<ResourceClaim>/<request>" that this engine was given.
+SLOT: Final = f"{GROUP}/slot"
+#: Annotation on the ResourceClaim of a train block: hash of the block that it was made from.
+BLOCK_HASH: Final = f"{GROUP}/block-hash"
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 

@@ -44,6 +44,7 @@ from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.settling import end_round
 from rlfleet.control.saying import say, with_condition
+from rlfleet.control.train_blocks import ensure_claims
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
@@ -53,6 +54,7 @@ from rlfleet.plan.elastic import awaited, wanted_pods
 from rlfleet.plan.identity import poisoned_gates, strays
 from rlfleet.plan.rounds import RoundRef, can_join
 from rlfleet.plan.triage import Triage, triage
+from rlfleet.plan.validate import Violation
 from rlfleet.plan.verdicts import is_stuck
 
 if TYPE_CHECKING:
@@ -109,10 +111,15 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     await rules.run(RuleName.FINALIZER_CEILINGS, lambda: release_ceilings(ctx, pipeline, rounds))
     await rules.run(RuleName.ENDED_ROUNDS, lambda: let_ended_go(ledger, rounds, claimed=(active or {}).get("uid")))
 
+    taken: tuple[Violation, ...] = ()
+    if not is_deleting(pipeline):
+        taken = await rules.run(RuleName.TRAIN_BLOCKS, lambda: ensure_claims(ctx, pipeline, pools.items)) or ()
+
     # 3. the sender and the engines
     sender = SenderLink(ctx, namespace, name, pipeline["metadata"]["uid"])
     await sender.find(pipeline["spec"])
     view = PipelineView(ctx, ledger, sender, expected, rules)
+    view.taken = taken
     await view.observe(GLANCE_SECONDS if active else None)
     await rules.run(RuleName.PORT_CLAIMS, view.judge_claims)
 

@@ -15,6 +15,7 @@ from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.rendezvous import gone_claimants
 from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.plan.blocks import block_rows, moves
 from rlfleet.plan.demand import grants_of
 from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
@@ -22,7 +23,7 @@ from rlfleet.plan.rendezvous import Claim, claims_of, judged, leak_message, rows
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.template import gpus_per_engine
 from rlfleet.plan.topology_valid import topology_valid
-from rlfleet.plan.validate import violations
+from rlfleet.plan.validate import Violation, violations
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -53,6 +54,8 @@ class PipelineView:
         self.grants = grants_of(ledger.status)
         #: Why closed engines wait for a Refresh; empty: they do not.
         self.awaiting = ""
+        #: ResourceClaims of train blocks whose names somebody else has.
+        self.taken: tuple[Violation, ...] = ()
         self._own = self.fleet
 
     def bind(self, fleet: Fleet) -> PipelineView:
@@ -99,21 +102,32 @@ class PipelineView:
             "observedGeneration": self.ledger.pipeline["metadata"].get("generation", 0),
         }
 
-    def _topology(self) -> tuple[bool | None, Reason, str]:
+    def _blocks(self) -> list[Obj]:
+        status = self.ledger.status
+        old = status.get("blocks") or []
+        rows = block_rows(self.ledger.pipeline, self.sender.allocations, old, str(status.get("lastRound") or ""))
+        known = {r["name"]: r.get("movedFrom") for r in old}
+        if moved := moves(r for r in rows if r.get("movedFrom") != known.get(r["name"])):
+            self.ctx.events.record(self.ledger.pipeline, "Warning", Reason.BLOCK_MOVED.value, moved, action="Plan")
+        return rows
+
+    def _topology(self, blocks: list[Obj]) -> tuple[bool | None, Reason, str]:
         transport = self.ledger.spec["transport"]
         return topology_valid(
             self.fleet.engines.values(),
             self.sender.train,
             mode=transport["mode"],
             assert_mixed=bool(transport.get("assertMixed")),
-            broken=violations(self.ledger.pipeline, self.fleet.pools.values()),
+            broken=(*self.taken, *violations(self.ledger.pipeline, self.fleet.pools.values())),
             sizes={name: gpus_per_engine(pool) for name, pool in self.fleet.pools.items()},
+            moved=moves(blocks),
         )
 
     def __call__(self, *, trouble: tuple[Reason, str] | None, working: tuple[Reason, str] | None = None) -> Obj:
         """The status fields that this view owns."""
         committed = self.ledger.committed
         facts = self.facts(committed)
+        blocks = self._blocks()
         claims = self._claims()
         leak = (Reason.PORT_CLAIM_LEAKED, leak_message(claims)) if claims else None
         return {
@@ -121,6 +135,7 @@ class PipelineView:
             "rendezvousClaims": rows(claims),
             "engines": facts.counts,
             "grants": [g.row() for g in self.grants] or None,
+            "blocks": blocks or None,
             "conditions": conditions(
                 self.ledger.status.get("conditions") or [],
                 facts=facts,
@@ -130,7 +145,7 @@ class PipelineView:
                 working=working,
                 trouble=self.rules.trouble or trouble or self.trouble or leak,
                 awaiting=self.awaiting,
-                topology=self._topology(),
+                topology=self._topology(blocks),
                 generation=int(self.ledger.pipeline["metadata"].get("generation") or 0),
                 now=rfc3339(self.ctx.now_ms()),
             ),

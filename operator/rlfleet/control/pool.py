@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,14 @@ from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.pods import is_owned
+from rlfleet.control.train_blocks import missing_claims
 from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import template
 from rlfleet.plan.allowance import ALLOWANCE
+from rlfleet.plan.blocks import Slot, slots_of
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.elastic import on_devices, shrinks_by_delete, wanted_pods
@@ -147,12 +149,14 @@ class PoolReconciler:
         out = pool_pods.Outcome(problems=problems)
         status = (pipeline or {}).get("status") or {}
         fence = int(status.get("fence") or 0)
+        slots = slots_of(pool, pipeline)
         view = PoolView(
             name=pool["metadata"]["name"],
             uid=memory.uid,
             replicas=wanted_pods(pool),
             pods=tuple(facts),
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
+            claims=tuple(s.claim for s in slots) if template.is_claims(pool) else None,
             foreign=self._foreign(pool),
             may_create=valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending,
             may_remove=not status.get("activeOperation"),
@@ -166,8 +170,10 @@ class PoolReconciler:
         plan = plan_pods(view)
         if plan.create:
             broken = await self._broken(pool, pipeline)
+            missing = () if broken or pipeline is None else await missing_claims(ctx, pool, pipeline)
             problems += broken
-            view = replace(view, may_create=not broken)
+            view = replace(view, may_create=not broken and not missing, missing=missing)
+            out.retry = out.retry or bool(missing)
             plan = plan_pods(view)
         if plan.unroute or memory.departures:
             await pool_pods.unroute(ctx, pool, plan.unroute, found, self._routers, memory, fence=fence, out=out)
@@ -178,13 +184,13 @@ class PoolReconciler:
             drain = self._drained(plan, pipeline, view.unrouted, found, memory, now)
             plan = plan_pods(replace(view, drained=drain))
         if plan.create:
-            await pool_pods.create_pods(ctx, pool, plan.create, memory, out)
+            await pool_pods.create_pods(ctx, pool, plan.create, memory, out, slots)
         if plan.delete:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
         present = self._facts(pool)
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
-        rows = self._rows(pool, present, plan, pipeline, found, memory, sleep)
+        rows = self._rows(pool, present, plan, pipeline, found, memory, sleep, slots)
         return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
 
     async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:
@@ -265,11 +271,13 @@ class PoolReconciler:
         found: routers.Resolved,
         memory: PoolMemory,
         sleep: Sleepers,
+        slots: Sequence[Slot],
     ) -> list[Row]:
         """One row per index, and one per engine that is on its way out."""
         committed = committed_of(pipeline)
         closed = _closed(pool, pipeline)
         rows = []
+        texts = [s.text for s in slots]
         for index, pods in by_index(facts).items():
             plays = best(pods)
             for pod in pods:
@@ -288,7 +296,7 @@ class PoolReconciler:
                     sleep=sleep.of(pod.uid, self._ctx.elastic),
                 )
                 memory.note_state(pod, derived.state, self._ctx.clock.monotonic())
-                outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index)
+                outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index, texts)
                 rows.append(Row(pod, derived, gate, answered, outdated))
         return rows
 

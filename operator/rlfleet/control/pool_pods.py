@@ -22,6 +22,7 @@ from rlfleet.kube.client import KubeClient, Obj
 from rlfleet.kube.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
+from rlfleet.plan.blocks import Slot
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.pods import build_pod
 from rlfleet.plan.pool import Create, Delete, slow_start
@@ -45,14 +46,18 @@ def _client(ctx: Context, priority: Priority) -> KubeClient:
     return ctx.kube.at(priority, field_manager=labels.POOL_MANAGER)
 
 
-async def create_pods(ctx: Context, pool: Obj, actions: Sequence[Create], memory: PoolMemory, out: Outcome) -> None:
-    """Create pods in growing batches; the first error ends it for now."""
+async def create_pods(
+    ctx: Context, pool: Obj, actions: Sequence[Create], memory: PoolMemory, out: Outcome, slots: Sequence[Slot]
+) -> None:
+    """Create pods in growing batches; the first error ends it for now. ``slots``: of train blocks, by engine index."""
     kube = _client(ctx, Priority.SCALE)
     start = 0
     for size in slow_start(len(actions), largest=ctx.settings.create_parallel):
         batch = actions[start : start + size]
         start += size
-        results = await asyncio.gather(*(_create(ctx, kube, pool, a, memory) for a in batch), return_exceptions=True)
+        results = await asyncio.gather(
+            *(_create(ctx, kube, pool, a, memory, slots) for a in batch), return_exceptions=True
+        )
         errors: list[ApiError] = []
         for action, result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
@@ -83,9 +88,11 @@ async def create_pods(ctx: Context, pool: Obj, actions: Sequence[Create], memory
         ctx.events.record(pool, "Warning", problem.reason.value, problem.message, action="CreatePods")
 
 
-async def _create(ctx: Context, kube: KubeClient, pool: Obj, action: Create, memory: PoolMemory) -> bool:
+async def _create(
+    ctx: Context, kube: KubeClient, pool: Obj, action: Create, memory: PoolMemory, slots: Sequence[Slot]
+) -> bool:
     namespace = pool["metadata"]["namespace"]
-    body = build_pod(pool, action.index, action.name, public_keys=ctx.keys.public_text())
+    body = build_pod(pool, action.index, action.name, public_keys=ctx.keys.public_text(), slots=slots)
     try:
         pod = await kube.create(PODS, namespace, body, timeout=ctx.settings.api_timeout)
         ctx.metrics.write("pods")

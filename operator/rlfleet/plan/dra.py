@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rlfleet.plan.template import DEVICE_CLAIM, ENGINE
 from rlfleet.plan.topology import Device, Evidence
 
 Obj = Mapping[str, Any]
@@ -150,6 +151,20 @@ def uses(pod: Obj, container: str = "") -> tuple[tuple[str, str], ...]:
         for use in (c.get("resources") or {}).get("claims") or []
     }
     return tuple(sorted(found))
+
+
+def engine_uses(pod: Obj) -> tuple[tuple[str, str], ...]:
+    """(ResourceClaim, request) of an engine's GPUs. In a Claims pool only the slot: others may be no GPUs at all."""
+    slot = [
+        (str(c.get("resourceClaimName") or ""), str(use.get("request") or ""))
+        for c in (pod.get("spec") or {}).get("resourceClaims") or []
+        if c["name"] == DEVICE_CLAIM
+        for container in pod["spec"]["containers"]
+        if container["name"] == ENGINE
+        for use in (container.get("resources") or {}).get("claims") or []
+        if use["name"] == DEVICE_CLAIM
+    ]
+    return tuple(slot) or uses(pod, ENGINE)
 
 
 def claim_evidence(

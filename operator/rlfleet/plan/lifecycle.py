@@ -131,7 +131,7 @@ class Sleep:
 def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     """Read one pod. ``owner_uid``: UID of the pool that should own it."""
     meta, status = pod["metadata"], pod.get("status") or {}
-    marks = meta.get("labels") or {}
+    marks, marked = meta.get("labels") or {}, meta.get("annotations") or {}
     index = marks.get(labels.ENGINE_INDEX, "")
     conditions = {c.get("type"): c.get("status") for c in status.get("conditions") or []}
     engine: Mapping[str, Any] = next((c for c in status.get("containerStatuses") or [] if c.get("name") == ENGINE), {})
@@ -154,7 +154,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         finished=finished,
         failure=_ending(status, state) if finished else _waiting(status),
         template_hash=marks.get(labels.TEMPLATE_HASH, ""),
-        assignment=(meta.get("annotations") or {}).get(labels.DEVICES, ""),
+        assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
     )
 

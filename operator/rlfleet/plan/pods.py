@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rlfleet.api import labels, naming
+from rlfleet.plan.blocks import Slot
+from rlfleet.plan.placing import place_pod
 from rlfleet.plan.template import (
     ENGINE,
     GATE,
@@ -25,6 +27,7 @@ from rlfleet.plan.template import (
     VISIBLE_DEVICES,
     Assignment,
     InvalidPool,
+    asks_claims,
     asks_gpu,
     assignments,
     checkpoint_mounts,
@@ -32,6 +35,7 @@ from rlfleet.plan.template import (
     engine_port,
     gate_port,
     gpus_per_engine,
+    is_claims,
     is_pinned,
     staging_mib,
     template_hash,
@@ -52,16 +56,26 @@ ENGINE_START_FAILURES: Final = 1800
 GATE_START_FAILURES: Final = 3600
 
 
-def build_pod(pool: Mapping[str, Any], index: int, name: str, *, public_keys: Mapping[str, str]) -> Obj:
-    """The pod of engine ``index``, to be created as ``name``. Raises InvalidPool."""
+def build_pod(
+    pool: Mapping[str, Any],
+    index: int,
+    name: str,
+    *,
+    public_keys: Mapping[str, str],
+    slots: Sequence[Slot] = (),
+) -> Obj:
+    """The pod of engine ``index``, to be created as ``name``. Raises InvalidPool.
+
+    ``slots``: placement Claims: who gets which slot of a train block, by engine index.
+    """
     validate(pool)
     meta = pool["metadata"]
     assignment = None
     if is_pinned(pool):
-        slots = assignments(pool)
-        if index >= len(slots):
-            raise InvalidPool(f"spec.placement.devices has room for {len(slots)} engines, not for index {index}")
-        assignment = slots[index]
+        pins = assignments(pool)
+        if index >= len(pins):
+            raise InvalidPool(f"spec.placement.devices has room for {len(pins)} engines, not for index {index}")
+        assignment = pins[index]
     template = template_of(pool)
     spec: Obj = copy.deepcopy(dict(template["spec"]))
     spec["restartPolicy"] = "Never"
@@ -83,8 +97,7 @@ def build_pod(pool: Mapping[str, Any], index: int, name: str, *, public_keys: Ma
         {"name": STATE_VOLUME, "emptyDir": {}},
         {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
     ]
-    if assignment is not None:
-        _pin(spec, assignment.node)
+    placed = place_pod(spec, pool, index, assignment=assignment, slots=slots)
     template_meta = template.get("metadata") or {}
     return {
         "apiVersion": "v1",
@@ -105,7 +118,7 @@ def build_pod(pool: Mapping[str, Any], index: int, name: str, *, public_keys: Ma
                 # A node drained for cost would take an engine, and with it a member of a round.
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                 "karpenter.sh/do-not-disrupt": "true",
-                **({labels.DEVICES: assignment.text} if assignment is not None else {}),
+                **placed,
             },
             "ownerReferences": [
                 {
@@ -156,7 +169,7 @@ def _engine_container(
             "failureThreshold": ENGINE_START_FAILURES,
         },
     )
-    if assignment is None and not asks_gpu(container):
+    if assignment is None and not is_claims(pool) and not asks_gpu(container) and not asks_claims(container):
         resources = container["resources"] = dict(container.get("resources") or {})
         for part in ("requests", "limits"):
             resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_per_engine(pool))}
@@ -217,19 +230,6 @@ def _gate_container(
         "readinessProbe": _probe("/readyz", port, period=2, failures=3),
         "livenessProbe": _probe("/livez", port, period=10, failures=6),
     }
-
-
-def _pin(spec: Obj, node: str) -> None:
-    """Require the node, beside whatever the user requires: terms are alternatives, so each one gets the rule."""
-    rule = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
-    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
-    of_node = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
-    required = dict(of_node.get("requiredDuringSchedulingIgnoredDuringExecution") or {})
-    terms = required.get("nodeSelectorTerms") or [{}]
-    required["nodeSelectorTerms"] = [
-        {**term, "matchExpressions": [*(term.get("matchExpressions") or []), copy.deepcopy(rule)]} for term in terms
-    ]
-    of_node["requiredDuringSchedulingIgnoredDuringExecution"] = required
 
 
 def _probe(path: str, port: int, *, period: int, failures: int) -> Obj:

@@ -10,12 +10,17 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from rlfleet.api import naming
 from rlfleet.api.conditions import Reason
 from rlfleet.plan.lifecycle import PodFact
+
+#: Pods of one ResourceClaim that wait for the scheduler at the same time: it adds each to the claim, one after another.
+SHARERS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,11 @@ class PoolView:
     pods: tuple[PodFact, ...]
     slots: int | None = None
     """Placement Pinned: how many engines the listed devices are enough for."""
+    claims: tuple[str, ...] | None = None
+    """Placement Claims: the ResourceClaim of each engine, by index. Engines without one are not made, and those that
+    run stay: a block that the pipeline lost, or a pipeline that is gone for a moment, takes nobody's engine."""
+    missing: tuple[str, ...] = ()
+    """ResourceClaims that the engines need and that do not exist yet."""
     foreign: int = 0
     """Pods of an earlier pool of this name that still run."""
     may_create: bool = True
@@ -46,6 +56,11 @@ class PoolView:
     """UID of the last pod known of an index, for indices whose pod is gone."""
     bumps: Mapping[int, int] = field(default_factory=dict)
     """How often the derived name of an index turned out to be somebody else's."""
+
+    @property
+    def exclusive(self) -> bool:
+        """An engine's devices are given to its pod by index: the next one must wait until the last one is off them."""
+        return self.slots is not None or self.claims is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +117,14 @@ def plan_pods(view: PoolView) -> PodPlan:
                 f"spec.placement.devices is enough for {view.slots} engines, spec.replicas is {view.replicas}",
             )
         )
-    create = [c for i in range(wanted) if (c := _creation(view, i, indexed.get(i, []))) is not None]
+    if view.missing:
+        waits.append((Reason.BLOCK_CLAIM_PENDING, f"ResourceClaim {', '.join(view.missing)} is not there to use yet"))
+    room = wanted if view.claims is None else min(wanted, len(view.claims))
+    if room < wanted:
+        waits.append(
+            (Reason.NOT_ENOUGH_DEVICES, f"the train blocks have {room} slots, spec.replicas is {view.replicas}")
+        )
+    create = [c for i in range(room) if (c := _creation(view, i, indexed.get(i, []))) is not None]
     kept_out = [c for c in create if c.index in view.demanded]
     if kept_out:
         waits.append(
@@ -113,12 +135,14 @@ def plan_pods(view: PoolView) -> PodPlan:
     if later and view.may_create:
         waits.append((Reason.REPLACING, f"{len(later)} failed engines are replaced after a pause"))
     create = [c for c in create if c.index not in view.held_back] if view.may_create else []
-    if create and view.foreign and view.slots is not None:
+    if create and view.foreign and view.exclusive:
         # Listed devices are given to a pod without asking the scheduler: nobody else keeps two pods off one device.
         waits.append(
             (Reason.TERMINATING, f"{view.foreign} pods of a deleted pool of this name may still use the listed devices")
         )
         create = []
+
+    create = _few_at_a_time(create, view)
 
     surplus: list[Delete] = []
     ended: list[PodFact] = []
@@ -153,6 +177,22 @@ def plan_pods(view: PoolView) -> PodPlan:
     )
 
 
+def _few_at_a_time(create: list[Create], view: PoolView) -> list[Create]:
+    """Sharers of one claim that are scheduled at the same time get in each other's way, and back off for long."""
+    if view.claims is None:
+        return create
+    waiting = Counter(
+        view.claims[p.index] for p in view.pods if p.live and not p.scheduled and 0 <= p.index < len(view.claims)
+    )
+    now = []
+    for one in create:
+        claim = view.claims[one.index]
+        if waiting[claim] < SHARERS_AT_ONCE:
+            waiting[claim] += 1
+            now.append(one)
+    return now
+
+
 def _unrouted(view: PoolView, pod: PodFact) -> bool:
     return not pod.ip or pod.uid in view.unrouted
 
@@ -160,7 +200,7 @@ def _unrouted(view: PoolView, pod: PodFact) -> bool:
 def _creation(view: PoolView, index: int, pods: list[PodFact]) -> Create | None:
     if any(p.live for p in pods):
         return None
-    if view.slots is not None and any(not p.finished for p in pods):
+    if view.exclusive and any(not p.finished for p in pods):
         return None  # still on the devices that its successor gets
     last = max(pods, key=lambda p: (p.created, p.uid), default=None)
     before = last.uid if last is not None else view.predecessors.get(index, "")

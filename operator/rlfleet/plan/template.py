@@ -23,6 +23,8 @@ STATE_VOLUME: Final = "rlfleet-state"
 STAGING_VOLUME: Final = "rlfleet-staging"
 STATE_DIR: Final = "/var/lib/rlfleet/state"
 STAGING_DIR: Final = "/var/lib/rlfleet/staging"
+#: How a pod of a Claims pool calls its ResourceClaim.
+DEVICE_CLAIM: Final = "rlfleet-devices"
 GPU_RESOURCE: Final = "nvidia.com/gpu"
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 DEFAULT_ENGINE_PORT: Final = 30000
@@ -72,6 +74,11 @@ def gpus_per_engine(pool: Mapping[str, Any]) -> int:
 def is_pinned(pool: Mapping[str, Any]) -> bool:
     """Whether engines go to the devices that the spec lists."""
     return (pool["spec"].get("placement") or {}).get("mode") == "Pinned"
+
+
+def is_claims(pool: Mapping[str, Any]) -> bool:
+    """Whether engines take slots of train blocks."""
+    return (pool["spec"].get("placement") or {}).get("mode") == "Claims"
 
 
 def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
@@ -147,6 +154,8 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
         raise InvalidPool(f"{where}.containers needs exactly one container named {ENGINE!r} (found: {names})")
     if any(c["name"] == GATE for c in [*containers, *inits]):
         raise InvalidPool(f"{where}: the container name {GATE!r} is the operator's")
+    if any(c.get("name") == DEVICE_CLAIM for c in _named(spec, "resourceClaims", where)):
+        raise InvalidPool(f"{where}.resourceClaims: the name {DEVICE_CLAIM!r} is the operator's")
     for i, volume in enumerate(spec.get("volumes") or []):
         if volume.get("name") in (STATE_VOLUME, STAGING_VOLUME):
             raise InvalidPool(f"{where}.volumes[{i}].name {volume['name']!r} is the operator's")
@@ -205,6 +214,7 @@ def asks_claims(container: Mapping[str, Any]) -> bool:
 def _hash_v1(pool: Mapping[str, Any]) -> str:
     """Version 1: engine, template and gate settings. Frozen: a change of what is hashed is a new version."""
     engine, gate = engine_of(pool), pool["spec"].get("gate") or {}
+    placement = pool["spec"].get("placement") or {}
     shape = {
         "engine": {
             "type": engine.get("type"),
@@ -226,7 +236,9 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
             # Left out where it is not set, so pools from before it was there keep their hash.
             **({"checkpointVolume": gate["checkpointVolume"]} if gate.get("checkpointVolume") else {}),
         },
-        "placement": "Pinned" if is_pinned(pool) else "Scheduler",
+        "placement": placement.get("mode") or "Scheduler",
+        # Left out where they are not set, so that pods from before these fields existed keep their hash.
+        **{key: placement[key] for key in ("nodes", "packDomain") if placement.get(key)},
     }
     text = json.dumps(shape, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -241,8 +253,12 @@ def template_hash(pool: Mapping[str, Any]) -> str:
     return f"{_CURRENT}-{_HASHES[_CURRENT](pool)}"
 
 
-def is_outdated(pool: Mapping[str, Any], pod_hash: str, pod_assignment: str, index: int) -> bool:
-    """Whether a pod with this hash label and devices annotation would look different if made now.
+def is_outdated(
+    pool: Mapping[str, Any], pod_hash: str, pod_assignment: str, index: int, slots: Sequence[str] = ()
+) -> bool:
+    """Whether a pod with this hash label and devices or slot annotation would look different if made now.
+
+    ``slots``: placement Claims: what the annotation would be, by engine index.
 
     A hash of a version that this operator does not know is left alone: it cannot tell.
     """
@@ -250,7 +266,8 @@ def is_outdated(pool: Mapping[str, Any], pod_hash: str, pod_assignment: str, ind
     function = _HASHES.get(version)
     if function is not None and function(pool) != digest:
         return True
-    if not is_pinned(pool):
+    if is_pinned(pool):
+        slots = [a.text for a in assignments(pool)]
+    elif not is_claims(pool):
         return bool(pod_assignment)
-    slots = assignments(pool)
-    return index < len(slots) and slots[index].text != pod_assignment
+    return index < len(slots) and slots[index] != pod_assignment

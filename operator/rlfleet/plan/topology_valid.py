@@ -25,8 +25,11 @@ def topology_valid(
     assert_mixed: bool,
     broken: Sequence[Violation],
     sizes: Mapping[str, int],
+    moved: str = "",
 ) -> Verdict:
-    """``broken``: rules that specs violate. ``sizes``: GPUs per engine that each pool says."""
+    """``broken``: rules that are violated. ``sizes``: GPUs per engine that each pool says. ``moved``: train blocks that
+    were allocated anew.
+    """
     live = [e for e in engines if not e.gone and not e.dropped and (e.status is not None or e.devices)]
     faults = [(v.reason, v.message) for v in broken]
     disputes = [c for c in (train.conflict, *(e.identity.conflict for e in live)) if c]
@@ -38,6 +41,8 @@ def topology_valid(
         if len(faults) > 1:
             message = "; ".join(f"{r.value}: {m}" for r, m in faults)
         return False, reason, message
+    if mode == "CPUSerialize" and moved:
+        return True, Reason.BLOCK_MOVED, moved
     if mode == "CPUSerialize":
         return True, Reason.TOPOLOGY_NOT_NEEDED, "serialized weights need no topology"
     if not live:
@@ -54,6 +59,8 @@ def topology_valid(
         whys = [w for w in (train.why, *(e.identity.why for e in live)) if w] if unknown else []
         known = "; ".join([choice.message, *whys[:4]])
         return None if unknown else False, choice.reason, known
+    if moved:
+        return True, Reason.BLOCK_MOVED, moved
     return True, Reason.TOPOLOGY_KNOWN, f"transport {mode} can reach every engine"
 
 

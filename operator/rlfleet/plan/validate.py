@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from rlfleet.api.conditions import Reason
+from rlfleet.plan.blocks import blocks_of, slots_of
 from rlfleet.plan.template import (
     ENGINE,
     GPU_RESOURCE,
@@ -22,6 +23,7 @@ from rlfleet.plan.template import (
     assignments,
     engine_of,
     gpus_per_engine,
+    is_claims,
     is_pinned,
     staging_mib,
     template_of,
@@ -61,12 +63,15 @@ def violations(pipeline: Obj, pools: Iterable[Obj]) -> tuple[Violation, ...]:
     mine = [p for p in namespace if p["spec"].get("pipeline") == pipeline["metadata"]["name"]]
     return (
         *_devices_listed_twice(pipeline, mine),
-        *_engine_sizes(mine),
+        *_engine_sizes(pipeline, mine),
         *_device_books(mine),
         *_whole_engines(mine),
         *_staging(mine),
+        *_block_names(pipeline, mine),
         *_models(mine),
         *_pinned_together(mine, namespace),
+        *_blocks_together(mine),
+        *_enough_slots(pipeline, mine),
         *_partial_overlap(pipeline, mine),
         *_transports(pipeline, mine),
     )
@@ -83,6 +88,10 @@ def _name(pool: Obj) -> str:
 def _engine(pool: Obj) -> Obj:
     containers = (template_of(pool).get("spec") or {}).get("containers") or []
     return next((c for c in containers if c.get("name") == ENGINE), {})
+
+
+def _blocks(pool: Obj) -> list[str]:
+    return [str(b) for b in (pool["spec"].get("placement") or {}).get("blocks") or []] if is_claims(pool) else []
 
 
 def pinned_devices(pool: Obj) -> frozenset[Device]:
@@ -115,9 +124,19 @@ def _devices_listed_twice(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Viola
                 )
 
 
-def _engine_sizes(pools: Sequence[Obj]) -> Iterable[Violation]:
+def _engine_sizes(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
     """All engines of a pool have the size that engine.gpusPerEngine says; pools may differ."""
+    known = blocks_of(pipeline)
     for pool in pools:
+        for name in _blocks(pool):
+            held = int(known[name].get("devicesPerSlot") or 1) if name in known else gpus_per_engine(pool)
+            if held != gpus_per_engine(pool):
+                yield Violation(
+                    Reason.ENGINE_SIZE_MISMATCH,
+                    f"slots of train block {name} have {held} devices, and spec.engine.gpusPerEngine of pool "
+                    f"{_name(pool)} is {gpus_per_engine(pool)}; use a block with as many",
+                    _named([pool]),
+                )
         resources = _engine(pool).get("resources") or {}
         asked = (resources.get("limits") or resources.get("requests") or {}).get(GPU_RESOURCE)
         size = gpus_per_engine(pool)
@@ -135,7 +154,7 @@ def _device_books(pools: Sequence[Obj]) -> Iterable[Violation]:
     for pool in pools:
         spec = template_of(pool).get("spec") or {}
         containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
-        if any(asks_gpu(c) for c in containers) and any(asks_claims(c) for c in containers):
+        if any(asks_gpu(c) for c in containers) and (is_claims(pool) or any(asks_claims(c) for c in containers)):
             yield Violation(
                 Reason.TWO_DEVICE_BOOKS,
                 f"the template of pool {_name(pool)} asks for {GPU_RESOURCE} and uses a ResourceClaim; these are "
@@ -229,6 +248,20 @@ def quantity_bytes(value: int | str) -> int:
     return int(float(text))
 
 
+def _block_names(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
+    """Slots are slots of blocks that the pipeline has."""
+    known = blocks_of(pipeline)
+    for pool in pools:
+        missing = [b for b in _blocks(pool) if b not in known]
+        if missing:
+            yield Violation(
+                Reason.BLOCK_NOT_FOUND,
+                f"spec.placement.blocks of pool {_name(pool)} names {', '.join(missing)}, and spec.trainer.blocks of "
+                f"the RLPipeline has {', '.join(sorted(known)) or 'none'}",
+                _named([pool]),
+            )
+
+
 # ------------------------------------------------------------------------------------------------ meaning
 
 
@@ -263,12 +296,49 @@ def _pinned_together(mine: Sequence[Obj], namespace: Sequence[Obj]) -> Iterable[
                 )
 
 
+def _blocks_together(mine: Sequence[Obj]) -> Iterable[Violation]:
+    """A slot has one engine. The older pool keeps the block."""
+    for pool in mine:
+        for other in mine:
+            both = set(_blocks(pool)) & set(_blocks(other)) if other is not pool else set()
+            if both and _age(other) < _age(pool):
+                yield Violation(
+                    Reason.BLOCKS_SHARED_BY_POOLS,
+                    f"pools {_name(other)} and {_name(pool)} both use train block {', '.join(sorted(both))}; give each "
+                    "pool blocks of its own",
+                    _named([pool]),
+                )
+
+
+def _enough_slots(pipeline: Obj, mine: Sequence[Obj]) -> Iterable[Violation]:
+    """Engines beyond the slots are not made; those that have one are."""
+    for pool in mine:
+        if not is_claims(pool):
+            continue
+        room, wanted = len(slots_of(pool, pipeline)), int(pool["spec"].get("replicas", 1))
+        if wanted > room:
+            yield Violation(
+                Reason.NOT_ENOUGH_DEVICES,
+                f"the train blocks of pool {_name(pool)} have {room} slots, spec.replicas is {wanted}; lower it or "
+                "add a block",
+            )
+
+
 def _age(pool: Obj) -> tuple[str, str]:
     return str(pool["metadata"].get("creationTimestamp") or ""), _name(pool)
 
 
 def _partial_overlap(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
     """The train pool lies within the engines' devices or apart from them: who trains must know whom to displace."""
+    used = {b for p in pools for b in _blocks(p)}
+    idle = set(blocks_of(pipeline)) - used
+    if used and idle:
+        yield Violation(
+            Reason.PARTIAL_OVERLAP,
+            f"engines use train block {', '.join(sorted(used))} and not {', '.join(sorted(idle))}; let pools use all "
+            "blocks of spec.trainer.blocks or none",
+            _named(p for p in pools if _blocks(p)),
+        )
     train = train_devices((pipeline["spec"].get("trainer") or {}).get("gpus"))
     if train is None or not pools or not all(is_pinned(p) for p in pools):
         return

@@ -16,6 +16,7 @@ from rlfleet.api.v1alpha1.common import (
     ATOMIC,
     MAX_EXACT,
     MAX_LISTED_ENGINES,
+    UNIQUE,
     ConditionList,
     Count,
     Generation,
@@ -55,6 +56,7 @@ class PlacementMode(StrEnum):
     """Who assigns GPUs."""
 
     SCHEDULER = "Scheduler"
+    CLAIMS = "Claims"
     PINNED = "Pinned"
 
 
@@ -119,9 +121,33 @@ class Placement(Spec):
                 reason="FieldValueRequired",
             ),
             rule(
-                "self.mode != 'Scheduler' || !has(self.devices)",
+                "self.mode == 'Pinned' || !has(self.devices)",
                 "devices are for mode Pinned only",
                 at=".devices",
+                reason="FieldValueForbidden",
+            ),
+            rule(
+                "self.mode != 'Claims' || has(self.blocks)",
+                "mode Claims needs blocks: names of the RLPipeline's spec.trainer.blocks",
+                at=".blocks",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.mode == 'Claims' || !has(self.blocks)",
+                "blocks are for mode Claims only",
+                at=".blocks",
+                reason="FieldValueForbidden",
+            ),
+            rule(
+                "self.mode != 'Pinned' || !has(self.nodes)",
+                "nodes are not for mode Pinned: devices name the nodes",
+                at=".nodes",
+                reason="FieldValueForbidden",
+            ),
+            rule(
+                "self.mode != 'Pinned' || !has(self.packDomain)",
+                "packDomain is not for mode Pinned: devices name the nodes",
+                at=".packDomain",
                 reason="FieldValueForbidden",
             ),
         )
@@ -130,6 +156,7 @@ class Placement(Spec):
     mode: PlacementMode = Field(
         default=PlacementMode.SCHEDULER,
         description="Scheduler: the Kubernetes scheduler decides; the gate reports which GPUs it got. "
+        "Claims: each engine gets a slot of a train block, whose GPUs it shares with the trainer. "
         "Pinned: each engine gets the next gpusPerEngine listed devices of one node, through NVIDIA_VISIBLE_DEVICES; "
         "the pods ask for no GPU resource.",
         json_schema_extra=immutable("placement.mode", NEW_POOL),
@@ -140,6 +167,26 @@ class Placement(Spec):
         max_length=1024,
         description="Devices to hand out in this order; only with mode Pinned. One engine's devices lie on one node.",
         json_schema_extra=keyed_by("node"),
+    )
+    blocks: tuple[ObjectName, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Train blocks of the pipeline whose slots the engines take, in this order; only with mode Claims. "
+        "No two pools may use one block.",
+        json_schema_extra=UNIQUE,
+    )
+    nodes: tuple[NodeName, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Nodes that engines may run on; absent: any. Not with mode Pinned.",
+        json_schema_extra=UNIQUE,
+    )
+    pack_domain: Annotated[str, Field(min_length=1, max_length=317)] | None = Field(
+        default=None,
+        description="Label of nodes, for instance nvidia.com/gpu.clique: all engines of the pool run on nodes with one "
+        "value of it. Not with mode Pinned.",
     )
 
 
@@ -254,6 +301,12 @@ class EnginePoolSpec(Spec):
                 "self.placement.devices.map(n, n.devices.size() / self.engine.gpusPerEngine).sum()",
                 "placement.devices has too few devices: each replica takes engine.gpusPerEngine devices of one node",
                 at=".replicas",
+            ),
+            rule(
+                "self.placement.mode != 'Pinned' || !has(self.placement.devices) || "
+                "self.placement.devices.all(n, n.devices.size() % self.engine.gpusPerEngine == 0)",
+                "placement.devices must be a multiple of engine.gpusPerEngine on each node: an engine lies on one node",
+                at=".placement.devices",
             ),
             rule(
                 "self.gate.port != self.engine.port",

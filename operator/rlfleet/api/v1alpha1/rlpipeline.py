@@ -39,6 +39,9 @@ from rlfleet.api.v1alpha1.common import (
 from rlfleet.api.v1alpha1.weights import Weights
 from rlfleet.api.wire import PauseMode, StagingMode
 
+DeviceAttribute = Annotated[
+    str, Field(min_length=3, max_length=317, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z][A-Za-z0-9_]*$")
+]
 Seconds = Annotated[int, Field(ge=1, le=86_400)]
 
 #: Rendezvous ports that one pipeline may claim at the same time; more than one only if senders died in broadcasts.
@@ -75,14 +78,68 @@ class OnFailure(StrEnum):
     HOLD = "Hold"
 
 
+class TrainBlock(Spec):
+    """GPUs of one trainer pod, on one node, that engines may share slot by slot."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.slots * self.devicesPerSlot <= 32",
+                "slots times devicesPerSlot must not exceed 32: a ResourceClaim holds no more devices",
+                at=".slots",
+            ),
+            rule(
+                "self == oldSelf",
+                "a train block is immutable, as its ResourceClaim is: remove it and add one under another name",
+            ),
+        )
+    )
+
+    name: ObjectName = Field(
+        description="Name of the block. Its ResourceClaim is called <pipeline>.<block>; the trainer's container "
+        "uses the whole claim, the engine of slot i its request slot-i."
+    )
+    device_class_name: Annotated[str, Field(min_length=1, max_length=253)] = Field(
+        description="DeviceClass of the GPUs, for instance gpu.nvidia.com."
+    )
+    slots: Annotated[int, Field(ge=1, le=32)] = Field(description="How many engines the block has room for.")
+    devices_per_slot: Annotated[int, Field(ge=1, le=32)] = Field(
+        default=1, description="GPUs of one slot; equals engine.gpusPerEngine of the pool that uses the block."
+    )
+    match_attributes: tuple[DeviceAttribute, ...] = Field(
+        default=(),
+        max_length=8,
+        description="Attributes that all GPUs of the block have in common, such as resource.kubernetes.io/pcieRoot.",
+        json_schema_extra=UNIQUE,
+    )
+
+
 class Trainer(Spec):
     """Where the trainer runs."""
 
-    gpus: tuple[NodeDevices, ...] = Field(
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.gpus) || has(self.blocks)",
+                "gpus or blocks must be set; leave trainer out where its devices are not known",
+            ),
+        )
+    )
+
+    gpus: tuple[NodeDevices, ...] | None = Field(
+        default=None,
         min_length=1,
         max_length=256,
         description="The train pool: physical GPUs that the trainer uses. Engines on these never join a broadcast.",
         json_schema_extra=keyed_by("node"),
+    )
+    blocks: tuple[TrainBlock, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="The train pool by ResourceClaims (resource.k8s.io/v1): the operator makes one claim per block, "
+        "the scheduler picks its node and GPUs, trainer and engines share them. Pools use them with placement Claims.",
+        json_schema_extra=keyed_by("name"),
     )
 
 
@@ -406,6 +463,25 @@ class Grant(Status):
     )
 
 
+class BlockStatus(Status):
+    """Where a train block is."""
+
+    name: ObjectName = Field(description="Name of the block.")
+    claim: Annotated[str, Field(max_length=253)] = Field(description="Name of its ResourceClaim.")
+    claim_uid: Uid = Field(alias="claimUID", description="UID of its ResourceClaim.")
+    node: NodeName | None = Field(default=None, description="Node that it was given; absent: none yet.")
+    devices: tuple[DeviceId, ...] = Field(
+        default=(), max_length=32, description="UUIDs of its GPUs, as they were last known.", json_schema_extra=ATOMIC
+    )
+    moved_from: Annotated[str, Field(max_length=1024)] | None = Field(
+        default=None,
+        description="Node and GPUs that it had before, until a round that was planned for the new ones has ended.",
+    )
+    moved_after: Annotated[str, Field(max_length=63)] | None = Field(
+        default=None, description="The lastRound when the move was seen; empty: none had ended."
+    )
+
+
 class RLPipelineStatus(Status):
     """What the operator knows of a pipeline."""
 
@@ -450,6 +526,9 @@ class RLPipelineStatus(Status):
         max_length=16,
         description="Demands of the trainer for devices, and whether they may be used.",
         json_schema_extra=ATOMIC,
+    )
+    blocks: tuple[BlockStatus, ...] = Field(
+        default=(), max_length=16, description="Where the train blocks are.", json_schema_extra=keyed_by("name")
     )
     conditions: ConditionList = Field(
         default=(), description="SenderReady, Ready, Progressing, Degraded and TopologyValid."

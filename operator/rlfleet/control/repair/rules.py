@@ -29,6 +29,7 @@ class RuleName(StrEnum):
 
     FINALIZER_CEILINGS = "FinalizerCeilings"  # nothing that is being deleted waits for us longer than the ceiling
     ENDED_ROUNDS = "EndedRounds"  # ended rounds hold on to no finalizer of ours
+    TRAIN_BLOCKS = "TrainBlocks"  # every train block has its ResourceClaim, and no claim outlives its block
     OUTLIVED_ROUNDS = "OutlivedRounds"  # rounds whose status came back from the past are settled
     ABANDONED_ROUNDS = "AbandonedRounds"  # rounds in mid-air that no claim names are settled by evidence
     STRANGERS = "Strangers"  # engines of a deleted pipeline of the same name are taken over or replaced

@@ -24,12 +24,11 @@ from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
 from rlfleet.plan.demand import grants_of, held_devices
-from rlfleet.plan.dra import claim_evidence, uses
+from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.rounds import Engine
-from rlfleet.plan.template import ENGINE
 from rlfleet.plan.topology import Device
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Fleet:
             kube.list(ENGINEPOOLS, self.namespace, timeout=self.ctx.settings.api_timeout),
         )
         self.pools = {p["metadata"]["name"]: p for p in pools.items}
-        claimed = {claim for pod in listed.items if is_owned(pod) for claim, _ in uses(pod, ENGINE)}
+        claimed = {claim for pod in listed.items if is_owned(pod) for claim, _ in engine_uses(pod)}
         claims = await read_allocations(self.ctx, self.namespace, claimed)
         known = {e.pod_uid: e.status for e in self.engines.values()}
         self.engines = {}
@@ -92,7 +91,7 @@ class Fleet:
             engine = replace(
                 engine,
                 unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None, held=self.held),
-                claimed=claim_evidence(uses(pod, ENGINE), claims),
+                claimed=claim_evidence(engine_uses(pod), claims),
             )
             self.pods[engine.name] = pod
             self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))

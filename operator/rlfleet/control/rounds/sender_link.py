@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
@@ -23,7 +23,7 @@ from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.checkpoint import SHELF, path_template
-from rlfleet.plan.dra import block_claims, block_evidence, claim_evidence, uses
+from rlfleet.plan.dra import Allocation, block_claims, block_evidence, claim_evidence, uses
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.topology import Evidence, Identity, identify, report_evidence, spec_evidence
 
@@ -56,6 +56,8 @@ class SenderLink:
     #: What ResourceClaims say of the trainer's devices, and what its spec does.
     claimed: Evidence | None = None
     declared: Evidence | None = None
+    #: The ResourceClaims that were read for it, by name; the train blocks' among them.
+    allocations: dict[str, Allocation] = field(default_factory=dict)
 
     @property
     def train(self) -> Identity:
@@ -126,7 +128,7 @@ class SenderLink:
         """What ResourceClaims say: those of the train blocks, which are all of it, else those of the sender's pod."""
         blocks = block_claims(self.pipeline, spec)
         used = blocks or (uses(pod) if pod is not None else ())
-        found = await read_allocations(self.ctx, self.namespace, {claim for claim, _ in used})
+        found = self.allocations = await read_allocations(self.ctx, self.namespace, {claim for claim, _ in used})
         if blocks:
             return block_evidence(blocks, found, owner=self.pipeline_uid)
         return claim_evidence(used, found, part=True)
