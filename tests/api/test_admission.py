@@ -30,6 +30,13 @@ def gpus(*nodes: tuple[str, int]) -> list[dict[str, Any]]:
 
 CHECKPOINT = {"checkpoint": {"pathTemplate": "/checkpoints/{version}"}}
 
+BLOCK = {
+    "name": "a",
+    "deviceClassName": "gpu.nvidia.com",
+    "slots": 4,
+    "devicesPerSlot": 2,
+    "matchAttributes": ["resource.kubernetes.io/pcieRoot"],
+}
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (RLP, {}),
     (RLP, {"spec.trainer": None, "spec.transport": None}),
@@ -53,12 +60,19 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (
         EP,
         {
-            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3), ("n2", 3))},
+            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 4), ("n2", 2))},
             "spec.engine.gpusPerEngine": 2,
             "spec.replicas": 2,
         },
     ),
     (EP, {"spec.gate.checkpointVolume": "checkpoints"}),
+    (
+        EP,
+        {"spec.placement": {"mode": "Claims", "blocks": ["b", "a"], "nodes": ["n1"], "packDomain": "example.com/rack"}},
+    ),
+    (EP, {"spec.placement": {"mode": "Scheduler", "nodes": ["n1", "n2"], "packDomain": "nvidia.com/gpu.clique"}}),
+    (RLP, {"spec.trainer": {"blocks": [BLOCK]}}),
+    (RLP, {"spec.trainer": {"blocks": [BLOCK, {**BLOCK, "name": "b"}], "gpus": gpus(("n1", 1))}}),
     (EP, {"spec.gate.resources.limits": {"memory": "5Gi", "cpu": 2, "ephemeral-storage": "1e9"}}),
     (EP, {"metadata.name": "p" * 52}),
     (SR, {}),
@@ -208,11 +222,65 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {
-            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3), ("n2", 3))},
+            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 2), ("n2", 2))},
             "spec.engine.gpusPerEngine": 2,
             "spec.replicas": 3,
         },
         TOO_FEW,
+    ),
+    (
+        EP,
+        {
+            "spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 3), ("n2", 3))},
+            "spec.engine.gpusPerEngine": 2,
+            "spec.replicas": 2,
+        },
+        'spec.placement.devices: Invalid value: "object": placement.devices must be a multiple of engine.gpusPerEngine '
+        "on each node: an engine lies on one node",
+    ),
+    (
+        EP,
+        {"spec.placement": {"mode": "Claims"}},
+        "spec.placement.blocks: Required value: mode Claims needs blocks: names of the RLPipeline's "
+        "spec.trainer.blocks",
+    ),
+    (
+        EP,
+        {"spec.placement": {"mode": "Scheduler", "blocks": ["a"]}},
+        "spec.placement.blocks: Forbidden: blocks are for mode Claims only",
+    ),
+    (
+        EP,
+        {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 8)), "nodes": ["n1"]}},
+        "spec.placement.nodes: Forbidden: nodes are not for mode Pinned: devices name the nodes",
+    ),
+    (
+        EP,
+        {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 8)), "packDomain": "rack"}},
+        "spec.placement.packDomain: Forbidden: packDomain is not for mode Pinned: devices name the nodes",
+    ),
+    (
+        EP,
+        {"spec.placement": {"mode": "Claims", "blocks": ["a", "a"]}},
+        'spec.placement.blocks[1]: Duplicate value: "a"',
+    ),
+    (
+        RLP,
+        {"spec.trainer": {}},
+        'spec.trainer: Invalid value: "object": gpus or blocks must be set; leave trainer out where its devices are '
+        "not known",
+    ),
+    (
+        RLP,
+        {"spec.trainer": {"blocks": [{**BLOCK, "slots": 17}]}},
+        'spec.trainer.blocks[0].slots: Invalid value: "object": slots times devicesPerSlot must not exceed 32: a '
+        "ResourceClaim holds no more devices",
+    ),
+    (RLP, {"spec.trainer": {"blocks": [BLOCK, BLOCK]}}, 'spec.trainer.blocks[1]: Duplicate value: {"name":"a"}'),
+    (
+        RLP,
+        {"spec.trainer": {"blocks": [{**BLOCK, "matchAttributes": ["pcieRoot"]}]}},
+        "spec.trainer.blocks[0].matchAttributes[0] in body should match",
     ),
     (EP, {"spec.routers": [ROUTER]}, f"spec.routers[0]: {ONE_OF}"),
     (EP, {"spec.routers.0.url": "http://10.0.0.9:1"}, f"spec.routers[0]: {ONE_OF}"),
@@ -247,7 +315,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"spec.updateStrategy.type": "RollingUpdate"},
         unknown("spec.updateStrategy.type", "RollingUpdate", "OnDelete"),
     ),
-    (EP, {"spec.placement.mode": "pinned"}, unknown("spec.placement.mode", "pinned", "Scheduler", "Pinned")),
+    (EP, {"spec.placement.mode": "pinned"}, unknown("spec.placement.mode", "pinned", "Scheduler", "Claims", "Pinned")),
     (
         EP,
         {"spec.gate.imagePullPolicy": "no"},
@@ -323,6 +391,12 @@ FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (EP, {}, {"engine": {"gpusPerEngine": 2}}, f"engine.gpusPerEngine is immutable: {POOL}"),
     (EP, {}, {"gate": {"port": 9441}}, f"gate.port is immutable: {POOL}"),
     (EP, PINNED, {"placement": {"mode": "Scheduler", "devices": None}}, f"placement.mode is immutable: {POOL}"),
+    (
+        RLP,
+        {"spec.trainer": {"blocks": [BLOCK]}},
+        {"trainer": {"blocks": [{**BLOCK, "slots": 2}]}},
+        "a train block is immutable, as its ResourceClaim is: remove it and add one under another name",
+    ),
     (SR, {}, {"pipeline": "other"}, f"pipeline is immutable: {ROUND}"),
     (SR, {}, {"version": 2}, f"version is immutable: {ROUND}"),
     (SR, {}, {"senderIncarnation": "other"}, f"senderIncarnation is immutable: {ROUND}"),
@@ -369,6 +443,7 @@ MUTABLE: list[tuple[str, dict[str, Any]]] = [
     (EP, {"source": {"template": {"metadata": {"labels": {"app": "changed"}}}}}),
     (RLP, {"weights": {"sender": {"podSelector": {"matchLabels": {"app": "other"}}, "port": 9451}}}),
     (RLP, {"transport": {"mode": "CPUSerialize"}, "historyLimit": 3}),
+    (RLP, {"trainer": {"gpus": None, "blocks": [BLOCK]}}),
 ]
 
 

@@ -222,3 +222,36 @@ def test_whatever_happens_the_pool_comes_to_its_replicas(history: list[tuple[str
     assert all(p.live for p in world.pods.values())
     last = world.step()
     assert (last.create, last.delete, last.unroute) == ((), (), ())
+
+
+CLAIMS = ("p.a",) * 20 + ("p.b",) * 4
+
+
+def test_sharers_of_one_claim_are_scheduled_a_few_at_a_time() -> None:
+    assert indices(plan(24, claims=CLAIMS)) == [*range(8), *range(20, 24)], "claims do not wait for each other"
+    waiting = [fact(i, scheduled=False, ready=False) for i in range(5)]
+    assert indices(plan(24, *waiting, claims=CLAIMS))[:4] == [5, 6, 7, 20]
+    bound = [fact(i) for i in range(8)]
+    assert indices(plan(20, *bound, claims=CLAIMS)) == list(range(8, 16))
+    assert indices(plan(20)) == list(range(20)), "without claims nobody is held up"
+
+
+def test_engines_without_a_slot_are_not_made_and_none_that_runs_is_taken() -> None:
+    short = plan(3, fact(0), fact(2), claims=("p.a", "p.a"))
+    assert indices(short) == [1]
+    assert short.draining == frozenset()
+    assert short.waits == ((Reason.NOT_ENOUGH_DEVICES, "the train blocks have 2 slots, spec.replicas is 3"),)
+    nobody = plan(2, fact(0), fact(1), claims=())
+    assert (nobody.create, nobody.draining, nobody.unroute) == ((), frozenset(), ()), "the pipeline may be gone"
+
+
+def test_a_slot_is_given_away_only_once_the_last_pod_is_off_it() -> None:
+    assert indices(plan(1, fact(0, deleting=True), claims=("p.a",))) == []
+    assert indices(plan(1, fact(0, finished=True), claims=("p.a",))) == [0]
+    assert indices(plan(1, fact(0, deleting=True))) == [0], "where the scheduler counts, nobody has to wait"
+    assert indices(plan(1, claims=("p.a",), foreign=1)) == []
+
+
+def test_claims_that_are_missing_are_said() -> None:
+    waits = plan(1, claims=("p.a",), may_create=False, missing=("p.a",)).waits
+    assert waits == ((Reason.BLOCK_CLAIM_PENDING, "ResourceClaim p.a is not there to use yet"),)

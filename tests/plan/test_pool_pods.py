@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from rlfleet.plan import template
+from rlfleet.plan.blocks import Slot
+from rlfleet.plan.dra import engine_uses
 from rlfleet.plan.pods import build_pod
 from rlfleet.plan.template import InvalidPool
 from tests.plan.pool_kit import pool
@@ -197,3 +199,62 @@ def test_outdated() -> None:
     slot = template.assignments(pinned)[0].text
     assert not template.is_outdated(pinned, template.template_hash(pinned), slot, 0)
     assert template.is_outdated(pinned, template.template_hash(pinned), "n0/g9", 0)
+
+
+CLAIMS = {"mode": "Claims", "blocks": ["a"]}
+SLOTS = [Slot("p.a", "slot-0"), Slot("p.a", "slot-1")]
+
+
+def test_claimed_engines_and_their_gates_use_their_slot_and_no_gpu_resource() -> None:
+    own = {"name": "engine", "resources": {"claims": [{"name": "nic"}]}}
+    spec = {"containers": [own, {"name": "other"}], "resourceClaims": [{"name": "nic", "resourceClaimName": "nic-0"}]}
+    pod = build_pod(pool(placement=CLAIMS, pod_spec=spec), 1, "a-1-00000", public_keys=KEYS, slots=SLOTS)
+    assert pod["spec"]["resourceClaims"] == [
+        {"name": "nic", "resourceClaimName": "nic-0"},
+        {"name": "rlfleet-devices", "resourceClaimName": "p.a"},
+    ]
+    mine = {"name": "rlfleet-devices", "request": "slot-1"}
+    assert engine(pod)["resources"] == {"claims": [{"name": "nic"}, mine]}
+    assert gate(pod)["resources"]["claims"] == [mine]
+    assert "resources" not in pod["spec"]["containers"][1]
+    assert pod["metadata"]["annotations"]["rlfleet.dev/slot"] == "p.a/slot-1"
+    assert engine_uses(pod) == (("p.a", "slot-1"),), "a network card is no GPU of the engine"
+    with pytest.raises(InvalidPool, match="blocks have 2 slots, none for index 2"):
+        build_pod(pool(placement=CLAIMS), 2, "a-2-00000", public_keys=KEYS, slots=SLOTS)
+    taken = {"containers": [{"name": "engine"}], "resourceClaims": [{"name": "rlfleet-devices"}]}
+    with pytest.raises(InvalidPool, match="resourceClaims: the name 'rlfleet-devices' is the operator's"):
+        build(pool(pod_spec=taken))
+
+
+def test_a_template_with_claims_of_its_own_gets_no_gpu_resource_beside_them() -> None:
+    pod = build(pool(pod_spec={"containers": [{"name": "engine", "resources": {"claims": [{"name": "x"}]}}]}))
+    assert engine(pod)["resources"] == {"claims": [{"name": "x"}]}
+
+
+def test_slots_make_a_pod_outdated_as_pins_do() -> None:
+    claims = pool(placement=CLAIMS)
+    current = template.template_hash(claims)
+    texts = [s.text for s in SLOTS]
+    assert current != template.template_hash(pool())
+    assert not template.is_outdated(claims, current, "p.a/slot-0", 0, texts)
+    assert template.is_outdated(claims, current, "p.a/slot-0", 1, texts)
+    assert not template.is_outdated(claims, current, "p.a/slot-9", 9, texts), "no slot now: nothing to compare with"
+
+
+def test_nodes_and_pack_domain_bind_beside_what_the_user_requires() -> None:
+    placement = {"mode": "Scheduler", "nodes": ["n1", "n2"], "packDomain": "nvidia.com/gpu.clique"}
+    term = {"labelSelector": {}, "topologyKey": "zone"}
+    users = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    p = pool(placement=placement, pod_spec={"containers": [{"name": "engine"}], "affinity": users})
+    before = copy.deepcopy(p)
+    affinity = build(p)["spec"]["affinity"]
+    found = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert found == [
+        {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]}
+    ]
+    assert affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [
+        term,
+        {"labelSelector": {"matchLabels": {"rlfleet.dev/pool": "a"}}, "topologyKey": "nvidia.com/gpu.clique"},
+    ]
+    assert p == before
+    assert template.template_hash(p) != template.template_hash(pool(pod_spec=p["spec"]["source"]["template"]["spec"]))

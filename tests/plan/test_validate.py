@@ -32,6 +32,15 @@ def engine(size: int = 1, **more: Any) -> dict[str, Any]:
     return {"type": "SGLang", "port": 30000, "gpusPerEngine": size, **more}
 
 
+def claims(*blocks: str) -> dict[str, Any]:
+    return {"mode": "Claims", "blocks": list(blocks)}
+
+
+def blocks(*names: str, size: int = 1) -> dict[str, Any]:
+    made = [{"name": n, "deviceClassName": "gpu.example.com", "slots": 2, "devicesPerSlot": size} for n in names]
+    return {"blocks": made}
+
+
 GPU = {"resources": {"limits": {"nvidia.com/gpu": "2"}}}
 BOTH = {"resources": {"limits": {"nvidia.com/gpu": "1"}, "claims": [{"name": "x"}]}}
 BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]] = [
@@ -117,6 +126,49 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         {"b"},
     ),
     (
+        pipeline(trainer=blocks("x", size=2)),
+        [pool(placement=claims("x"))],
+        Reason.ENGINE_SIZE_MISMATCH,
+        "slots of train block x have 2 devices, and spec.engine.gpusPerEngine of pool a is 1; use a block with as many",
+        {"a"},
+    ),
+    (
+        pipeline(trainer=blocks("x")),
+        [pool(placement=claims("x"), container={"resources": {"limits": {"nvidia.com/gpu": "1"}}})],
+        Reason.TWO_DEVICE_BOOKS,
+        "the template of pool a asks for nvidia.com/gpu and uses a ResourceClaim; these are separate books of the same "
+        "devices, use one of them",
+        {"a"},
+    ),
+    (
+        pipeline(trainer=blocks("x", "y")),
+        [pool(placement=claims("x", "y", "z"), replicas=4)],
+        Reason.BLOCK_NOT_FOUND,
+        "spec.placement.blocks of pool a names z, and spec.trainer.blocks of the RLPipeline has x, y",
+        {"a"},
+    ),
+    (
+        pipeline(trainer=blocks("x")),
+        [pool("z", placement=claims("x")), pool("b", created=1, placement=claims("x"))],
+        Reason.BLOCKS_SHARED_BY_POOLS,
+        "pools z and b both use train block x; give each pool blocks of its own",
+        {"b"},
+    ),
+    (
+        pipeline(trainer=blocks("x")),
+        [pool(placement=claims("x"), replicas=3)],
+        Reason.NOT_ENOUGH_DEVICES,
+        "the train blocks of pool a have 2 slots, spec.replicas is 3; lower it or add a block",
+        set(),
+    ),
+    (
+        pipeline(trainer=blocks("x", "y")),
+        [pool(placement=claims("x"))],
+        Reason.PARTIAL_OVERLAP,
+        "engines use train block x and not y; let pools use all blocks of spec.trainer.blocks or none",
+        {"a"},
+    ),
+    (
         pipeline(trainer={"gpus": TRAIN}),
         [pool(placement=pinned("GPU-1", "GPU-2"))],
         Reason.PARTIAL_OVERLAP,
@@ -182,6 +234,8 @@ FINE: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     (pipeline(), [pool(gate={"image": "g", "stagingMiB": 1024, "resources": {"limits": {"memory": "1.25Gi"}}})]),
     (pipeline(), [pool("a", engine=engine(model="m")), pool("b", engine=engine(model="m"))]),
     (pipeline(), [pool("a", placement=pinned("GPU-1")), pool("b", placement=pinned("GPU-1", node="n1"))]),
+    (pipeline(trainer=blocks("x", "y")), [pool(placement=claims("x")), pool("b", placement=claims("y"))]),
+    (pipeline(trainer=blocks("x", "y")), [pool()]),
     # The whole list can mix, though only two engines are wanted now.
     (
         pipeline(trainer={"gpus": TRAIN}, transport={"mode": "Auto", "assertMixed": True}),
