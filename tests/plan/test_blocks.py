@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlfleet.api.v1alpha1 import EnginePool, RLPipeline
 from rlfleet.plan.blocks import block_rows, build_claim, moves, plan_claims, slots_of, usable
-from rlfleet.plan.dra import Allocation, Given
+from rlfleet.plan.dra import Allocation, Given, uses
 from rlfleet.plan.topology import Device
+from rlfleet.plan.validate import violations
 from tests.plan.pool_kit import pool
 
 A = {"name": "a", "deviceClassName": "gpu.example.com", "slots": 2, "devicesPerSlot": 2, "matchAttributes": ["x/root"]}
@@ -140,3 +144,16 @@ def test_rows_follow_the_spec(order: int) -> None:
     found = allocation("n0", "g1") | {"p.b": Allocation("p.b", "b-uid", "p-uid", None)}
     line = pipeline(*[A, B][::order])
     assert [r["name"] for r in block_rows(line, found, [], "")] == ["a", "b"][::order]
+
+
+def test_the_documented_example_fits_together() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs/examples/claims.yaml"
+    line, engines, trainer = yaml.safe_load_all(path.read_text())
+    RLPipeline.from_dict(line)
+    EnginePool.from_dict(engines)
+    line["spec"]["transport"] = {"mode": "CPUSerialize"}
+    assert violations(line, [engines]) == ()
+    slots = slots_of(engines, line)
+    assert len(slots) == engines["spec"]["replicas"]
+    assert {s.claim for s in slots} == {c for c, _ in uses(trainer)}
+    assert trainer["metadata"]["labels"] == line["spec"]["weights"]["sender"]["podSelector"]["matchLabels"]
