@@ -246,6 +246,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         EP,
+        {"spec.placement": {"mode": "Claims", "blocks": ["a"]}, "spec.shrink": "Delete"},
+        'spec.shrink: Invalid value: "object": placement Claims needs shrink Offload: without its pods a train block may '
+        "move to other GPUs",
+    ),
+    (
+        EP,
         {"spec.placement": {"mode": "Scheduler", "blocks": ["a"]}},
         "spec.placement.blocks: Forbidden: blocks are for mode Claims only",
     ),

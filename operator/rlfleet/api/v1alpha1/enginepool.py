@@ -309,6 +309,11 @@ class EnginePoolSpec(Spec):
                 at=".placement.devices",
             ),
             rule(
+                "self.placement.mode != 'Claims' || !has(self.shrink) || self.shrink == 'Offload'",
+                "placement Claims needs shrink Offload: without its pods a train block may move to other GPUs",
+                at=".shrink",
+            ),
+            rule(
                 "self.gate.port != self.engine.port",
                 "gate.port and engine.port must differ: both listen on the pod's address",
                 at=".gate.port",
