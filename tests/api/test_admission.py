@@ -247,8 +247,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {"spec.placement": {"mode": "Claims", "blocks": ["a"]}, "spec.shrink": "Delete"},
-        'spec.shrink: Invalid value: "object": placement Claims needs shrink Offload: without its pods a train block may '
-        "move to other GPUs",
+        'spec.shrink: Invalid value: "object": placement Claims needs shrink Offload: without its pods a train block '
+        "may move to other GPUs",
     ),
     (
         EP,
