@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlfleet.api.v1alpha1 import EnginePool, RLPipeline
-from rlfleet.plan.blocks import block_rows, build_claim, moves, plan_claims, slots_of, usable
+from rlfleet.plan.blocks import block_rows, build_claim, moves, plan_claims, slot_evidence, slots_of, usable
 from rlfleet.plan.dra import Allocation, Given, uses
 from rlfleet.plan.topology import Device
 from rlfleet.plan.validate import violations
@@ -89,7 +89,7 @@ def test_a_claim_can_be_used_while_it_is_ours_and_is_to_stay() -> None:
 
 
 def allocation(node: str | None, *uuids: str, owner: str = "p-uid") -> dict[str, Allocation]:
-    given = tuple(Given("slot-0", u, Device(node, u)) for u in uuids) if node else None
+    given = tuple(Given(f"slot-{i}", u, Device(node, u)) for i, u in enumerate(uuids)) if node else None
     return {"p.a": Allocation("p.a", "c-uid", owner, given)}
 
 
@@ -103,10 +103,26 @@ HOME = {"name": "a", "claim": "p.a", "claimUID": "c-uid", "node": "n0", "devices
 def test_a_block_is_where_its_claim_is_and_a_free_claim_keeps_what_was_known() -> None:
     assert rows({}, []) == []
     assert rows(allocation(None), []) == [{"name": "a", "claim": "p.a", "claimUID": "c-uid"}]
-    assert rows(allocation("n0", "g2", "g1"), []) == [HOME]
+    assert rows(allocation("n0", "g1", "g2"), []) == [HOME]
+    swapped = rows(allocation("n0", "g2", "g1"), [])
+    assert swapped[0]["devices"] == ["g2", "g1"], "slot by slot"
     assert rows(allocation(None), [HOME]) == [HOME]
     assert rows({}, [HOME]) == [HOME]
     assert rows(allocation("n0", "g1", "g2", owner="another"), []) == [], "somebody else's claim says nothing"
+
+
+def test_engines_are_found_by_their_slot() -> None:
+    line = pipeline(A, B)
+    line["status"] = {"blocks": [HOME | {"devices": ["g3", "g4", "g1", "g2"]}, {"name": "b", "claim": "p.b"}]}
+
+    def at(slot: str) -> set[str] | None:
+        found = slot_evidence(line, slot)
+        return {d.uuid for d in found.devices or ()} if found is not None else None
+
+    assert (at("p.a/slot-0"), at("p.a/slot-1")) == ({"g3", "g4"}, {"g1", "g2"})
+    assert at("p.a/slot-9") == set()
+    assert at("p.b/slot-0") is None, "not allocated yet"
+    assert slot_evidence(None, "p.a/slot-0") is None
 
 
 def test_a_move_is_on_record_until_another_round_has_ended() -> None:

@@ -16,11 +16,13 @@ from rlfleet.api.v1alpha1.rlpipeline import OperationKind
 from rlfleet.control.elastic.memory import ElasticMemory
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.plan.asleep import is_offloaded
+from rlfleet.plan.blocks import slot_evidence
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.lifecycle import PodFact, Sleep
 from rlfleet.plan.pool_elastic import Elastic
 from rlfleet.plan.rounds import Engine
+from rlfleet.plan.template import is_claims, is_pinned
 from rlfleet.plan.topology import assigned_evidence
 
 
@@ -73,7 +75,8 @@ def sleepers(
             leaving=f.deleting,
             unwanted=f.uid in going,
             index=f.index,
-            assigned=assigned_evidence(f.assignment) if f.assignment else None,
+            assigned=assigned_evidence(f.assignment) if f.assignment and is_pinned(pool) else None,
+            claimed=slot_evidence(pipeline, f.assignment) if f.assignment and is_claims(pool) else None,
         )
         for f in facts
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlfleet.api import labels
 from rlfleet.plan.dra import Allocation, claim_name
-from rlfleet.plan.topology import Device, device_names
+from rlfleet.plan.topology import Device, Evidence, device_names
 
 Obj = Mapping[str, Any]
 
@@ -172,10 +172,10 @@ def block_rows(
         row: dict[str, Any] = {"name": name, "claim": claim, "claimUID": allocation.uid}
         last = before.get(name, {})
         known = {k: last[k] for k in ("node", "devices") if k in last}
-        devices = [g.device for g in allocation.given or ()]
-        if devices and all(devices):
-            now = frozenset(d for d in devices if d is not None)
-            place = {"node": min(d.node for d in now), "devices": sorted(d.uuid for d in now)}
+        devices = [(_slot_of(g.request), g.device) for g in allocation.given or ()]
+        if devices and all(d for _, d in devices):
+            now = sorted((slot, d.uuid, d.node) for slot, d in devices if d is not None)
+            place = {"node": now[0][2], "devices": [uuid for _, uuid, _ in now]}
             if known and known != place:
                 was = frozenset(Device(str(known["node"]), uuid) for uuid in known["devices"])
                 row |= place | {"movedFrom": device_names(was), "movedAfter": last_round}
@@ -187,6 +187,26 @@ def block_rows(
             row |= {"movedFrom": last["movedFrom"], "movedAfter": last.get("movedAfter", "")}
         rows.append(row)
     return rows
+
+
+def _slot_of(request: str) -> int:
+    """The slot of a request's name (or of a subrequest's)."""
+    number = request.partition("/")[0].rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def slot_evidence(pipeline: Obj | None, slot: str) -> Evidence | None:
+    """Where ``status.blocks`` says that a slot (``Slot.text``) is; None: it says nothing."""
+    claim, _, request = slot.rpartition("/")
+    for row in ((pipeline or {}).get("status") or {}).get("blocks") or []:
+        block = blocks_of(pipeline).get(str(row["name"])) if pipeline is not None else None
+        if row["claim"] != claim or block is None or not row.get("devices"):
+            continue
+        size = int(block.get("devicesPerSlot") or 1)
+        start = _slot_of(request) * size
+        found = frozenset(Device(str(row["node"]), str(uuid)) for uuid in row["devices"][start : start + size])
+        return Evidence(f"ResourceClaim {claim}", found or None)
+    return None
 
 
 def moves(rows: Iterable[Obj]) -> str:

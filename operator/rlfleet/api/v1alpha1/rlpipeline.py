@@ -471,7 +471,10 @@ class BlockStatus(Status):
     claim_uid: Uid = Field(alias="claimUID", description="UID of its ResourceClaim.")
     node: NodeName | None = Field(default=None, description="Node that it was given; absent: none yet.")
     devices: tuple[DeviceId, ...] = Field(
-        default=(), max_length=32, description="UUIDs of its GPUs, as they were last known.", json_schema_extra=ATOMIC
+        default=(),
+        max_length=32,
+        description="UUIDs of its GPUs as last known, slot by slot.",
+        json_schema_extra=ATOMIC,
     )
     moved_from: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None,
