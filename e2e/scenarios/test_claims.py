@@ -100,7 +100,7 @@ def test_trainer_and_engines_share_a_block_where_first_fit_would_fail(fleet: Fle
     # A slot test: each engine and its gate see the devices of its own slot, the trainer sees all.
     engines = [seen(fleet, p, "engine") for p in pods]
     assert [len(e) for e in engines] == [2, 2]
-    assert sorted(engines[0] + engines[1]) == sorted(found["devices"])
+    assert [*sorted(engines[0]), *sorted(engines[1])] == found["devices"], "slot by slot"
     assert [seen(fleet, p, "gate") for p in pods] == engines
     assert sorted(seen(fleet, fleet.pod("trainer"), "trainer")) == sorted(found["devices"])
     assert {p["spec"]["nodeName"] for p in [*pods, fleet.pod("trainer")]} == {found["node"]}
