@@ -136,10 +136,8 @@ def test_a_block_that_moved_is_said_until_a_round_was_planned_for_it(fleet: Flee
     pool(fleet, 1, nodes=["hollow-001"])
     fleet.ready_engines(1)
     trainer(fleet)
-    said = verdict(fleet, "BlockMoved")
-    assert said.startswith(
-        f"True: train block a moved from {', '.join(f'hollow-000/{d}' for d in before['devices'])} to "
-    )
+    old = ", ".join(f"hollow-000/{uuid}" for uuid in sorted(before["devices"]))
+    assert verdict(fleet, "BlockMoved").startswith(f"True: train block a moved from {old} to ")
     assert block(fleet)["node"] == "hollow-001"
     events = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
     assert [e["type"] for e in events if e["reason"] == "BlockMoved"] == ["Warning"]
