@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.hollow.nodes import DRIVER, PCIE_ROOT
-from e2e.scenarios.kit import Fleet, condition, trainer_pod, wait_until
+from e2e.scenarios.kit import Fleet, Operator, condition, trainer_pod, wait_until
 from e2e.scenarios.test_topology import verdict
 
 pytestmark = pytest.mark.cluster
@@ -184,3 +184,23 @@ def test_engines_of_a_pool_stay_in_one_domain(fleet: Fleet) -> None:
     assert len(nodes) == 1
     assert nodes <= {"hollow-002", NODE}
     assert condition(fleet.get("enginepool", "e"), "Ready") == "False"
+
+
+@pytest.mark.slow
+def test_an_operator_that_dies_between_claim_and_pods_leaves_one_of_each(fleet: Fleet, operator: Operator) -> None:
+    def claim() -> dict[str, Any]:
+        return wait_until(lambda: fleet.cluster.get("resourceclaim", "-n", fleet.namespace)["items"], "a claim")[0]
+
+    fleet.pipeline(trainer={"blocks": [BLOCK]})
+    made = claim()["metadata"]
+    operator.kill()
+    pool(fleet, 2)
+    operator.start()
+    pods = fleet.ready_engines(2)
+    assert claim()["metadata"]["uid"] == made["uid"]
+    # The last one that is to be removed goes although nobody was there when its block went.
+    operator.kill()
+    fleet.pipeline(trainer={"gpus": [{"node": NODE, "devices": ["GPU-x"]}]})
+    operator.start()
+    wait_until(lambda: claim()["metadata"].get("deletionTimestamp"), "the claim to go")
+    assert {p["metadata"]["uid"] for p in fleet.engines()} == {p["metadata"]["uid"] for p in pods}
