@@ -189,7 +189,10 @@ def test_engines_of_a_pool_stay_in_one_domain(fleet: Fleet) -> None:
 @pytest.mark.slow
 def test_an_operator_that_dies_between_claim_and_pods_leaves_one_of_each(fleet: Fleet, operator: Operator) -> None:
     def claim() -> dict[str, Any]:
-        return wait_until(lambda: fleet.cluster.get("resourceclaim", "-n", fleet.namespace)["items"], "a claim")[0]
+        found: dict[str, Any] = wait_until(
+            lambda: fleet.cluster.get("resourceclaim", "-n", fleet.namespace)["items"], "a claim"
+        )[0]
+        return found
 
     fleet.pipeline(trainer={"blocks": [BLOCK]})
     made = claim()["metadata"]

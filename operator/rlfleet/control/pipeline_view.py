@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
-from rlfleet.control.repair.rules import Rules
+from rlfleet.control.repair.rules import RuleName, Rules
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.rendezvous import gone_claimants
@@ -106,6 +106,9 @@ class PipelineView:
         status = self.ledger.status
         old = status.get("blocks") or []
         rows = block_rows(self.ledger.pipeline, self.sender.allocations, old, str(status.get("lastRound") or ""))
+        if RuleName.TRAIN_BLOCKS in self.rules.failed or self.rules.again:
+            # A removed block is remembered until its claim is surely deleted: without a row nobody looks for claims.
+            rows += [dict(r) for r in old if all(r["name"] != row["name"] for row in rows)]
         known = {r["name"]: r.get("movedFrom") for r in old}
         if moved := moves(r for r in rows if r.get("movedFrom") != known.get(r["name"])):
             self.ctx.events.record(self.ledger.pipeline, "Warning", Reason.BLOCK_MOVED.value, moved, action="Plan")
