@@ -302,7 +302,7 @@ def test_the_pod_template_keeps_whatever_kubernetes_knows(example: Example, serv
             ["mode\t<string>\n  enum: CPUSerialize, Broadcast, Auto", "assertMixed\t<boolean>", "Only with mode Auto."],
         ),
         ("rlpipeline.spec.sync.deadlines", ["pausedSeconds\t<integer>", "Engines do not serve meanwhile."]),
-        ("enginepool.spec.placement", ["mode\t<string>\n  enum: Scheduler, Pinned", "NVIDIA_VISIBLE_DEVICES"]),
+        ("enginepool.spec.placement", ["mode\t<string>\n  enum: Scheduler, Claims, Pinned", "NVIDIA_VISIBLE_DEVICES"]),
         ("enginepool.spec.gate.stagingMiB", ["memory volume", "in MiB"]),
         ("syncround.spec", ["-required-", "cancel\t<boolean>", "expectedCommitted\t<integer>"]),
         ("syncround.status.plan.members", ["rankOffset\t<integer>", "Nonce of its engine process."]),
