@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.cluster.hollow.nodes import DRIVER
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, condition, http, wait_until
 
@@ -105,13 +106,22 @@ def test_roles_in_the_served_namespaces_are_enough(tenants: list[Tenant], tmp_pa
         assert "orbidden" not in operators[0].log.read_text(), operators[0].tail()
         # What may not be read is said, and holds up nobody else.
         pool = Fleet(other.cluster, other.namespaces[0])
-        pool.pool(1)
+        block = {"name": "a", "deviceClassName": DRIVER, "slots": 1}
+        pool.pipeline(trainer={"blocks": [block]}, transport={"mode": "Auto", "backend": "gloo"})
+        pool.pool(1, placement={"mode": "Claims", "blocks": ["a"]})
         wait_until(pool.engines, "the pool to be served")
+        wait_until(lambda: "ResourceSlices can not be read" in topology(pool), "devices of claims to be unknown")
         code, answer = http("GET", f"http://127.0.0.1:{operators[1].port}/readyz")
         assert (code, answer.strip()) == (503, "view of pods is not complete: absent")
     finally:
         for one in operators:
             one.stop()
+
+
+def topology(fleet: Fleet) -> str:
+    """What TopologyValid says."""
+    conditions = fleet.status("rlpipeline", "p").get("conditions") or []
+    return next((f"{c['status']} {c['message']}" for c in conditions if c["type"] == "TopologyValid"), "")
 
 
 def holder(tenant: Tenant) -> str:
