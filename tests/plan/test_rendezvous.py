@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfleet.api.v1alpha1.rlpipeline import MAX_CLAIMS, RendezvousClaim
+from rlfleet.api.v1alpha1.rlpipeline_status import MAX_CLAIMS, RendezvousClaim
 from rlfleet.api.wire import SenderStatus
 from rlfleet.plan.rendezvous import (
     Claim,

@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from rlfleet.api.v1alpha1 import RLPipeline, SyncRound
 from rlfleet.api.v1alpha1.common import DNS_LABEL
-from rlfleet.api.v1alpha1.rlpipeline import CommittedVersion
+from rlfleet.api.v1alpha1.rlpipeline_status import CommittedVersion
 from rlfleet.client import credentials, errors, rounds
 from rlfleet.client.api import PIPELINES, ROUNDS, Api, Exists, Invalid
 from rlfleet.client.waiting import Progress, Wait, say_nothing

@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.rlpipeline import OperationKind
+from rlfleet.api.v1alpha1.rlpipeline_status import OperationKind
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.objects import is_terminal

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool import EngineState
-from rlfleet.api.v1alpha1.rlpipeline import OperationKind
+from rlfleet.api.v1alpha1.rlpipeline_status import OperationKind
 from rlfleet.control.elastic.memory import ElasticMemory
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.plan.asleep import is_offloaded

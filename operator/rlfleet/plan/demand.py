@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.rlpipeline import DemandPriority
+from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
 from rlfleet.plan.topology import Device
 
 #: Most grants that a pipeline's status holds.

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlfleet.api.v1alpha1.rlpipeline import MAX_CLAIMS
+from rlfleet.api.v1alpha1.rlpipeline_status import MAX_CLAIMS
 from rlfleet.api.wire import SenderStatus
 
 Taken = frozenset[tuple[str, int]]

@@ -2,7 +2,8 @@
 
 from rlfleet.api.v1alpha1.common import InvalidObject, ObjectMeta
 from rlfleet.api.v1alpha1.enginepool import EnginePool, EnginePoolSpec, EnginePoolStatus, EngineState
-from rlfleet.api.v1alpha1.rlpipeline import RLPipeline, RLPipelineSpec, RLPipelineStatus
+from rlfleet.api.v1alpha1.rlpipeline import RLPipeline, RLPipelineSpec
+from rlfleet.api.v1alpha1.rlpipeline_status import RLPipelineStatus
 from rlfleet.api.v1alpha1.syncround import SyncRound, SyncRoundSpec
 from rlfleet.api.v1alpha1.syncround_status import RoundPhase, SyncRoundStatus
 

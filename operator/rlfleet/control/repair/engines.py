@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.rlpipeline import OperationKind
+from rlfleet.api.v1alpha1.rlpipeline_status import OperationKind
 from rlfleet.control.peers import Caller
 from rlfleet.control.repair.memory import RepairMemory
 from rlfleet.control.rounds.fleet import Fleet
