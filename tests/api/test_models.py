@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlfleet.api.v1alpha1 import EnginePool, InvalidObject, RLPipeline, RoundPhase, SyncRound, SyncRoundStatus
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
 Example = Callable[..., dict[str, Any]]
 MODELS: dict[str, type[RLPipeline | EnginePool | SyncRound]] = {
     "RLPipeline": RLPipeline,
@@ -22,6 +25,18 @@ def test_examples_can_be_read(kind: str, example: Example) -> None:
     obj = example(kind, {"metadata.namespace": "rl", "metadata.resourceVersion": "7", "metadata.managedFields": [{}]})
     read = MODELS[kind].from_dict(obj)
     assert (read.kind, read.metadata.namespace, read.metadata.resource_version) == (kind, "rl", "7")
+
+
+def test_the_example_of_checkpoints_can_be_read() -> None:
+    pipeline, pool = yaml.safe_load_all((EXAMPLES / "checkpoint.yaml").read_text())
+    made = {"namespace": "rl"}
+    source = RLPipeline.from_dict(pipeline | {"metadata": pipeline["metadata"] | made}).spec.weights
+    assert source.sender is None
+    assert source.checkpoint is not None
+    gate = EnginePool.from_dict(pool | {"metadata": pool["metadata"] | made}).spec.gate
+    mount = pool["spec"]["source"]["template"]["spec"]["containers"][0]["volumeMounts"][0]
+    assert gate.checkpoint_volume == mount["name"]
+    assert source.checkpoint.path_template.startswith(mount["mountPath"] + "/")
 
 
 def test_defaults_are_those_of_the_schema(example: Example) -> None:
