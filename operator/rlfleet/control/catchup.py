@@ -22,7 +22,7 @@ from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.kube.errors import AlreadyExists
 from rlfleet.kube.resources import SYNCROUNDS
 from rlfleet.plan.catchup import CatchUpPlan, Failure, plan_catch_up
-from rlfleet.plan.rounds import Engine
+from rlfleet.plan.rounds import Engine, held
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -56,6 +56,9 @@ def plan(
     """Decide from what this reconcile has read."""
     committed = ledger.committed
     spec = ledger.spec
+    slot = None
+    if committed is not None and sender.status is not None:
+        slot = held(sender.status, committed.version, committed.manifest_digest)
     return plan_catch_up(
         list(fleet.engines.values()),
         pipeline=ledger.uid,
@@ -64,7 +67,7 @@ def plan(
         sender_problem=sender.problem,
         counts=counts_of(p for p in pools if p["spec"]["pipeline"] == ledger.name),
         failures=failures_of(rounds, committed.manifest_digest) if committed is not None else (),
-        how=transporting(spec, sender.train),
+        how=transporting(spec, sender.train, slot),
         on_failure=str(spec["sync"]["onFailure"]),
         now_ms=ctx.now_ms(),
     )

@@ -40,7 +40,6 @@ from rlfleet.plan.catchup import (
 from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of, path_template
 from rlfleet.plan.rounds import Committed, Member, held
 from rlfleet.plan.topology import Identity
-from rlfleet.plan.transport import Cut
 from rlfleet.plan.triage import triage
 
 log = logging.getLogger(__name__)
@@ -58,10 +57,10 @@ class Stop:
     message: str
 
 
-def transporting(spec: dict[str, Any], train: Identity, slot: wire.SenderCache | None = None) -> Transporting:
+def transporting(spec: dict[str, Any], train: Identity, slot: wire.SenderCache | None) -> Transporting:
     """What an RLPipeline's spec says of transport and proof, and where its trainer runs.
 
-    ``slot``: the weights at the sender; None where nothing is planned with them.
+    ``slot``: the weights at the sender; None: it does not hold them.
     """
     return Transporting(
         mode=mode_of(spec),
@@ -69,7 +68,7 @@ def transporting(spec: dict[str, Any], train: Identity, slot: wire.SenderCache |
         train=train.devices,
         verify=spec["sync"]["verify"],
         disputes=(train.conflict,) if train.conflict else (),
-        cut=cut_of(spec, slot) if slot is not None else Cut(),
+        cut=cut_of(spec, slot),
         path_template=path_template(spec),
     )
 

@@ -132,12 +132,12 @@ async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan |
     return plan
 
 
-def cut_of(spec: Mapping[str, Any], slot: wire.SenderCache) -> Cut:
-    """What an RLPipeline's spec says of buckets and staging, for these weights."""
+def cut_of(spec: Mapping[str, Any], slot: wire.SenderCache | None) -> Cut:
+    """What an RLPipeline's spec says of buckets and staging, for these weights (None: the sender holds none)."""
     return Cut(
         staging=wire.StagingMode(spec["transport"].get("staging") or wire.StagingMode.FULL),
         bucket_mib=int(spec["transport"].get("bucketMiB") or 0),
-        largest=(slot.largest_tensor, slot.largest_tensor_bytes),
+        largest=(slot.largest_tensor, slot.largest_tensor_bytes) if slot is not None else ("", 0),
     )
 
 
