@@ -16,13 +16,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
 from rlfleet.api.wire import DeviceMemory, DeviceProcess, DeviceReport
+from rlfleet.threads import in_daemon
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ READ_SECONDS = 2.0
 FRESH_SECONDS = 0.5
 MAX_PROCESSES = 16
 
-#: Device, and the processes that NVML names, by the handle of that device.
+#: UUID -> NVML's handle.
 Handles = dict[str, Any]
 
 
@@ -49,15 +49,10 @@ class Devices:
         self._node = node
         self._declared = tuple(declared) if declared is not None else None
         self._is_own = is_own
-        # One thread: NVML calls of one process do not overtake each other, and a hung one is not joined by more.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nvml")
+        # One at a time: NVML calls of one process do not overtake each other, and a hung one is not joined by more.
         self._reading: asyncio.Future[DeviceReport] | None = None
         self._latest: tuple[float, DeviceReport] | None = None
         self._ready = False
-
-    def close(self) -> None:
-        """Take no more readings; one that hangs is left behind."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def report(self, *, fresh: bool = False) -> DeviceReport:
         """The devices now. ``fresh``: not a reading that began before this call."""
@@ -66,7 +61,7 @@ class Devices:
         if self._latest is not None and not fresh and time.monotonic() - self._latest[0] < FRESH_SECONDS:
             return self._latest[1]
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.get_running_loop().run_in_executor(self._thread, self.read)
+            self._reading = asyncio.ensure_future(in_daemon(self.read, "nvml"))
         done, _ = await asyncio.wait({self._reading}, timeout=READ_SECONDS)
         if not done:
             return self._unknown(f"the driver does not answer within {READ_SECONDS:g} s")

@@ -80,7 +80,6 @@ class Gate:
         await self.operations.stop(STOP_SECONDS)
         await self.ctx.engine.close()
         await self.ctx.routers.close()
-        self.ctx.devices.close()
         self.store.close()
 
     async def is_closed(self) -> bool:

@@ -25,7 +25,7 @@ from rlfleet.api import wire
 from rlfleet.api.budgets import Bounds, Split
 from rlfleet.sender.cache import Weights
 from rlfleet.sender.errors import Refused
-from rlfleet.sender.threads import in_daemon
+from rlfleet.threads import in_daemon
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rlfleet.api import wire
 from rlfleet.api.manifest import Manifest
+from rlfleet.devices import Devices, of_pod
 from rlfleet.sender import cache, layout
 from rlfleet.sender.access import Access, KeySource
 from rlfleet.sender.errors import SenderClosed, SenderError
@@ -45,7 +46,8 @@ class WeightSender:
     - ``second_slot``: keep what a round holds beside a newer version, instead of making ``publish`` wait for the round.
       Memory: two copies of the weights (one complete, one being built or spare), three with a second slot.
     - ``backends``: process group backends that this trainer can broadcast with, among "gloo" and "nccl".
-    - ``devices``: (node name, GPU UUIDs) of the trainer, where known.
+    - ``devices``: (node name, GPU UUIDs) of the trainer. Default: the environment's RLFLEET_NODE_NAME (downward API,
+      spec.nodeName) and all that the driver (NVML) shows in this container. Status tells them with the memory in use.
     - ``peer_proxy``: ``http://`` URL of a forward proxy for pushes to gates, for a trainer outside of the pod network;
       default: the environment's RLFLEET_PEER_PROXY, else none. Broadcasts do not go through it.
     """
@@ -81,9 +83,7 @@ class WeightSender:
         self._access = Access(pod_uid, public_keys)
         self._slots = Slots(second_slot=second_slot)
         self._metrics = Metrics()
-        self._devices = wire.DeviceReport(source="Unknown")
-        if devices is not None:
-            self._devices = wire.DeviceReport(source="Declared", node=devices[0], uuids=tuple(devices[1]))
+        self._declared = devices
         self._capabilities = (
             "Serialized",
             *(f"Broadcast/{b}" for b in self._backends),
@@ -113,6 +113,10 @@ class WeightSender:
     def port(self) -> int:
         """The port; the real one after ``start`` when 0 was asked for."""
         return self._port
+
+    def _device_reader(self) -> Devices:
+        node, uuids = self._declared or (os.environ.get("RLFLEET_NODE_NAME", ""), None)
+        return Devices(node, uuids, is_own=of_pod(self.pod_uid))
 
     def set_public_keys(self, public_keys: KeySource) -> None:
         """Keys (or a callable that returns them) to verify the operator's tokens with from now on."""
@@ -153,7 +157,7 @@ class WeightSender:
                 metrics=self._metrics,
                 backends=self._backends,
                 capabilities=self._capabilities,
-                devices=self._devices,
+                devices=self._device_reader(),
                 peer_proxy=self._peer_proxy,
             )
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from rlfleet import __version__
 from rlfleet.api import tokens, wire
+from rlfleet.devices import Devices
 from rlfleet.sender import broadcast, push
 from rlfleet.sender.access import Access
 from rlfleet.sender.cache import Weights
@@ -29,8 +30,8 @@ from rlfleet.sender.metrics import Metrics
 from rlfleet.sender.operations import Operations, Run
 from rlfleet.sender.recut import recut
 from rlfleet.sender.slots import Hold, Slots
-from rlfleet.sender.threads import in_daemon
 from rlfleet.serving import BODY_SECONDS, Listener, expect_continue, listen, within
+from rlfleet.threads import in_daemon
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Serves one sender. ``identity``: (pod UID, incarnation); ``capabilities`` and ``devices`` as reported."""
+    """Serves one sender. ``identity``: (pod UID, incarnation); ``capabilities`` as reported."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Server:
         metrics: Metrics,
         backends: tuple[str, ...],
         capabilities: tuple[str, ...],
-        devices: wire.DeviceReport,
+        devices: Devices,
         peer_proxy: str | None = None,
     ) -> None:
         self._pod_uid = pod_uid
@@ -160,7 +161,7 @@ class Server:
 
     async def _get_status(self, request: web.Request) -> web.Response:
         await self._reader(request)
-        return web.json_response(self._status().wire())
+        return web.json_response((await self._status()).wire())
 
     async def _get_manifest(self, request: web.Request) -> web.Response:
         await self._reader(request)
@@ -183,7 +184,9 @@ class Server:
             raise Refused(wire.ErrorReason.NOT_FOUND, "there is no operation with this id")
         return web.json_response(record.wire())
 
-    def _status(self) -> wire.SenderStatus:
+    async def _status(self) -> wire.SenderStatus:
+        devices = await self._devices.report()
+
         def make(slots: list[Weights], hold: Hold | None, waiting: bool) -> wire.SenderStatus:
             return wire.SenderStatus(
                 protocol_version=wire.PROTOCOL_VERSION,
@@ -204,7 +207,7 @@ class Server:
                     expires_ms=hold.expires_ms,
                 ),
                 in_flight=self._operations.in_flight,
-                devices=self._devices,
+                devices=devices,
             )
 
         return self._slots.describe(make)
@@ -213,19 +216,19 @@ class Server:
 
     async def _post_fence(self, request: web.Request) -> web.Response:
         self._admit(await self._body(request, wire.FenceRequest))
-        return web.json_response(self._status().wire())
+        return web.json_response((await self._status()).wire())
 
     async def _post_hold(self, request: web.Request) -> web.Response:
         body = await self._body(request, wire.HoldRequest)
         self._admit(body)
         self._slots.hold(body.operation, body.version, body.manifest_digest, body.deadline_seconds)
-        return web.json_response(self._status().wire())
+        return web.json_response((await self._status()).wire())
 
     async def _post_release(self, request: web.Request) -> web.Response:
         body = await self._body(request, wire.ReleaseRequest)
         self._admit(body)
         self._slots.release(body.operation)
-        return web.json_response(self._status().wire())
+        return web.json_response((await self._status()).wire())
 
     async def _post_operation(self, request: web.Request) -> web.Response:
         body = await self._body(request, wire.SenderOperationRequest)
