@@ -435,6 +435,33 @@ def test_devices_of_an_ended_pod_are_free_for_the_next(pods: Pods) -> None:
     assert pods.wait_phase("fourth", "Failed")["status"]["reason"] == "UnexpectedAdmissionError"
 
 
+def test_memory_of_simulated_devices_is_shared_and_read_through_the_driver(pods: Pods) -> None:
+    """What one pod holds on a GPU, another pod on it sees, and has that much less room."""
+    hold = (
+        "import os; from e2e.sim.device.ledger import Account, visible; held = Account(visible(os.environ), 'first');"
+        "held.add(50 << 30); open('/shared/held', 'w').close(); import time; time.sleep(100000)"
+    )
+    look = (
+        "import os; from e2e.sim.device.ledger import Account, DeviceOutOfMemory, visible\n"
+        "from rlfleet.devices import Devices\n"
+        "print(Devices('n').read().model_dump_json(), flush=True)\n"
+        "try: Account(visible(os.environ), 'second').add(31 << 30)\n"
+        "except DeviceOutOfMemory as e: print(e)"
+    )
+    here: dict[str, Any] = {"nodeName": "hollow-001", "restartPolicy": "Never"}
+    gpu = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-hollow-001-05"}]
+    pods.create("first", container("main", ["python", "-c", hold], env=gpu), **here)
+    wait_until((pods.shared / "held").exists, "memory held")
+    pods.create("second", container("main", ["python", "-c", look], env=gpu), **here)
+    pods.wait_phase("second", "Succeeded")
+    first, _, second = pods.log("second", "main").partition("\n")
+    report = json.loads(first)
+    assert (report["source"], report["uuids"]) == ("NVML", ["GPU-hollow-001-05"])
+    assert report["memory"]["GPU-hollow-001-05"] == {"used_bytes": 50 << 30, "total_bytes": 80 << 30}
+    assert [p["name"] for p in report["processes"]] == ["first"]
+    assert "out of memory" in second
+
+
 def test_a_node_that_reads_unknown_is_posted_ready_again(cluster: LocalCluster) -> None:
     def ready() -> tuple[str, str]:
         conditions = cluster.get("node", "hollow-002")["status"]["conditions"]

@@ -1,6 +1,6 @@
 """Blocking work beside an event loop, in threads that never keep the process alive.
 
-asyncio's own executor does: a process that ends waits for it, and a rendezvous, a driver or a call may block for minutes.
+asyncio's own executor does: a process that ends waits for it, and a rendezvous or a driver may block for minutes.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from e2e.cluster.hollow.container import Container
 from e2e.cluster.hollow.control import short_path
 from e2e.cluster.hollow.devices import Devices
 from e2e.cluster.hollow.environment import PodFacts
+from e2e.cluster.hollow.hardware import Hardware
 from e2e.cluster.hollow.nodes import ALLOCATABLE, Nodes
 from e2e.cluster.hollow.pod import Host, Pod
 
@@ -54,7 +55,9 @@ class HollowKubelet:
             self._api = api
             self._nodes = Nodes(api, self._count, self._addresses)
             devices = Devices({name: self._nodes.devices(name) for name in self._nodes.addresses})
-            self._host = Host(api, probes, self._root, self._folder, self._memory_folder, self._mark, devices)
+            hardware = Hardware(self._folder, self._nodes.devices)
+            await asyncio.to_thread(hardware.install_driver)
+            self._host = Host(api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware)
             await self._nodes.register()
             server = await self._serve_commands()
             try:

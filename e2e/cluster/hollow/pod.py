@@ -27,6 +27,7 @@ from e2e.cluster.hollow.claims import NotPrepared, prepare
 from e2e.cluster.hollow.container import Container, Kind, Launch
 from e2e.cluster.hollow.devices import Devices, share
 from e2e.cluster.hollow.environment import ConfigError, MountPaths, PodFacts, command_line, environment
+from e2e.cluster.hollow.hardware import Hardware
 from e2e.cluster.hollow.timestamps import now
 from e2e.cluster.hollow.volumes import SERVICE_ACCOUNT_MOUNT, Volumes
 from e2e.cluster.processes import CLUSTER_MARK
@@ -52,6 +53,7 @@ class Host:
     memory_folder: Path
     mark: str
     devices: Devices
+    hardware: Hardware
 
 
 class Pod:
@@ -334,6 +336,7 @@ class Pod:
         }
         if SERVICE_ACCOUNT_MOUNT in mounts:
             base["RLFLEET_SERVICE_ACCOUNT_DIR"] = mounts[SERVICE_ACCOUNT_MOUNT]
+        base |= self._host.hardware.environment(self._pod["spec"]["nodeName"])
         if spec["name"] in self._devices:
             base["NVIDIA_VISIBLE_DEVICES"] = ",".join(self._devices[spec["name"]])
         variables = base | {name: paths.replace(value) for name, value in given.items()}

@@ -76,7 +76,7 @@ class Account:
             wanted = self._held + counted
             for index, (device, file) in enumerate(self._files):
                 with _locked(device):
-                    free = _total(device) - sum(_holders(device).values()) - self._held
+                    free = _total(device) - sum(holders(device, but=os.getpid()).values()) - self._held
                     if counted <= free:
                         _write(file, wanted, self._name)
                         continue
@@ -101,7 +101,8 @@ class Allocation:
     def make(cls, account: Account, size: int, counted: int) -> Allocation:
         """Allocate ``size`` real bytes, zeroed. DeviceOutOfMemory when the device has no room for ``counted``."""
         account.add(counted)
-        return cls(account, counted, mmap.mmap(-1, max(size, 1)))
+        # Private: dropping pages of a shared mapping would leave what is in them.
+        return cls(account, counted, mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def drop(self) -> None:
         """Give the real pages back; what was in them is gone."""
@@ -136,19 +137,17 @@ def _total(device: Path) -> int:
     raise ValueError(f"{device}/device says no total")
 
 
-def _holders(device: Path) -> dict[int, int]:
-    """Bytes by process, without this one; files of processes that ended are removed on the way. Under the lock."""
+def holders(device: Path, *, but: int | None = None) -> dict[int, int]:
+    """Bytes by living process, without the process ``but``. A file that nobody locks is of one that ended."""
     found: dict[int, int] = {}
     for path in (device / "users").iterdir():
-        if path.name == str(os.getpid()):
+        if path.name == str(but):
             continue
         with path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 found[int(path.name)] = int(file.read(20) or b"0")
-                continue
-        path.unlink(missing_ok=True)
     return found
 
 

@@ -208,7 +208,8 @@ def _gate_container(
         _value("RLFLEET_PUBLIC_KEYS", json.dumps(dict(public_keys), sort_keys=True)),
     ]
     if assignment is not None:
-        env.append(_value("RLFLEET_DEVICES", ",".join(assignment.devices)))
+        # Declared, and shown to it by the container runtime: the gate reads the memory of just these.
+        env += [_value(name, ",".join(assignment.devices)) for name in ("RLFLEET_DEVICES", VISIBLE_DEVICES)]
     checkpoints = checkpoint_mounts(pool)
     if checkpoints:
         env.append(_value(CHECKPOINT_DIR_ENV, str(checkpoints[0]["mountPath"])))
