@@ -1,4 +1,4 @@
-"""The reference engine's device memory: what it gives back is gone and free, and what it does to those who misuse it."""
+"""The reference engine's device memory: what it gives back is gone and free; what it does to those who misuse it."""
 
 from __future__ import annotations
 
