@@ -25,25 +25,51 @@ TAGS = {"Weights", "KVCache", "CudaGraph"}
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nvml.build(tmp_path_factory.mktemp("driver"))
-
-
-@pytest.fixture
-def node(tmp_path: Path, driver: Path) -> dict[str, str]:
+def device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of every container on a node with one device."""
-    root = tmp_path / "devices"
+    root = tmp_path_factory.mktemp("devices")
     ledger.create(root, GPU, 80 * GIB)
+    driver = nvml.build(tmp_path_factory.mktemp("driver"))
     return {ledger.ROOT_ENV: str(root), ledger.VISIBLE_ENV: GPU, "LD_LIBRARY_PATH": str(driver)}
 
 
 @pytest.fixture
-def engine(tmp_path: Path, node: dict[str, str]) -> Iterator[Engine]:
-    made = Engine(tmp_path, "--enable-memory-saver", "--mem-fraction-static", "0.5", "--step-ms", "10", **node)
-    try:
-        yield made.up()
-    finally:
-        made.close()
+def node(device: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The device, its driver well again afterwards."""
+    yield device
+    fault(device)
+
+
+@pytest.fixture(scope="session")
+def neighbour(device: dict[str, str]) -> ledger.Account:
+    """Another tenant: this test's own process."""
+    return ledger.Account(ledger.visible(device), "trainer")
+
+
+@pytest.fixture(scope="module")
+def engines(device: dict[str, str]) -> Iterator[list[Engine]]:
+    """The engine that tests share, the last of the list."""
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(engines: list[Engine], device: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine with all of its memory; one that a test left without some is followed by a new one."""
+    if not engines or engines[-1].process.popen.poll() is not None or held_by(engines[-1], device) < 40 * GIB:
+        if engines:
+            engines[-1].close()
+        arguments = ("--enable-memory-saver", "--mem-fraction-static", "0.5", "--step-ms", "10")
+        engines.append(Engine(tmp_path_factory.mktemp("engine"), *arguments, **device).up())
+    engines[-1].reset()
+    return engines[-1]
+
+
+def held_by(engine: Engine, device: dict[str, str]) -> int:
+    (path,) = ledger.visible(device)
+    return ledger.holders(path).get(engine.process.popen.pid, 0)
 
 
 @pytest.fixture
@@ -77,7 +103,7 @@ def test_the_gate_reads_its_devices_from_the_driver(operator: Operator, engine: 
     assert (devices["source"], devices["node"], devices["uuids"]) == ("NVML", "node-1", [GPU])
     assert devices["memory"][GPU]["totalBytes"] == 80 * GIB
     assert 40 * GIB <= devices["memory"][GPU]["usedBytes"] <= 42 * GIB
-    (process,) = devices["processes"]
+    process = devices["processes"][0]
     assert process["pid"] == engine.process.popen.pid
     assert process["name"].startswith("sglang::scheduler")
 
@@ -194,10 +220,12 @@ def test_memory_that_comes_back_late_is_waited_for(operator: Operator, engine: E
     engine.faults(release_memory_occupation={"action": "late", "seconds": 1.0})
     record = operator.ok("Release", residualBytes=LIMIT, budgetSeconds=30)
     assert (record["result"]["residual"], used(operator) < LIMIT) == ("Ok", True)
+    operator.ok("Wake")
 
 
 def test_a_residual_without_a_limit_is_not_judged(operator: Operator) -> None:
     assert operator.ok("Release")["result"]["residual"] == "Unknown"
+    operator.ok("Wake")
 
 
 @pytest.mark.parametrize(
@@ -244,10 +272,9 @@ def test_an_engine_that_dies_in_a_release_leaves_it_unknown(operator: Operator, 
 
 
 def test_no_room_to_wake_is_seen_before_the_engine_is_asked(
-    operator: Operator, engine: Engine, node: dict[str, str]
+    operator: Operator, engine: Engine, neighbour: ledger.Account
 ) -> None:
     operator.ok("Release", residualBytes=LIMIT)
-    neighbour = ledger.Account(ledger.visible(node), "trainer")
     neighbour.add(60 * GIB)
     record = operator.run("Wake")
     assert (record["state"], record["error"]["reason"]) == ("Failed", "InsufficientMemory")
@@ -260,12 +287,11 @@ def test_no_room_to_wake_is_seen_before_the_engine_is_asked(
 
 
 def test_running_out_of_memory_in_a_wake_ends_the_engine(
-    operator: Operator, engine: Engine, node: dict[str, str]
+    operator: Operator, engine: Engine, node: dict[str, str], neighbour: ledger.Account
 ) -> None:
     """What the look before it is for; where the device can not be read, nobody can look."""
     operator.ok("Release")
     fault(node, nvmlDeviceGetMemoryInfo=15)
-    neighbour = ledger.Account(ledger.visible(node), "trainer")
     neighbour.add(70 * GIB)
     assert operator.run("Wake")["state"] == "Unknown"
     assert engine.process.popen.wait(timeout=20) == 1
@@ -287,6 +313,7 @@ def test_unreadable_memory_is_unknown_and_never_zero(operator: Operator, node: d
     record = operator.ok("Release", residualBytes=LIMIT, budgetSeconds=5)
     assert (record["result"]["residual"], record["result"].get("memory")) == ("Unknown", None)
     assert set(record["result"]["released"]) == TAGS
+    operator.ok("Wake")
 
 
 # ------------------------------------------------------------------------------------------ the gate dies
@@ -354,6 +381,7 @@ def test_a_pause_that_died_over_released_memory_is_settled_without_reading_it(
     assert operator.status()["uncertain"] is True
     operator.ok("Pause", attempt=6)
     assert operator.status()["uncertain"] is False
+    operator.ok("Wake")
     engine.process.alive()
 
 

@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
         "--enable-memory-saver", action="store_true", help="release_memory_occupation really gives memory back"
     )
     parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.3, help="part of its simulated device that the engine takes"
+        "--mem-fraction-static", type=float, default=0.1, help="part of its simulated device that the engine takes"
     )
     parser.add_argument("--fault-file", type=Path, help="JSON of scripted faults, read again at every call")
     return parser.parse_args()
