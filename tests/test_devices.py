@@ -203,6 +203,17 @@ async def test_a_driver_that_hangs_costs_no_caller_more_than_the_limit(monkeypat
     assert report.uuids == ("GPU-a",)
 
 
+async def test_callers_that_ask_at_once_never_read_what_is_not_answered_yet() -> None:
+    class Quick(devices.Devices):
+        def read(self) -> DeviceReport:
+            return DeviceReport(source="NVML", node="n")
+
+    reader = Quick("n")
+    for _ in range(50):
+        reports = await asyncio.gather(*(reader.report(fresh=i % 2 == 0) for i in range(6)))
+        assert {r.source for r in reports} == {"NVML"}
+
+
 async def test_a_fresh_reading_begins_after_it_is_asked_for() -> None:
     class Counting(devices.Devices):
         count = 0

@@ -56,16 +56,19 @@ class Devices:
 
     async def report(self, *, fresh: bool = False) -> DeviceReport:
         """The devices now. ``fresh``: not a reading that began before this call."""
-        if fresh and self._reading is not None and not self._reading.done():
+        ends = time.monotonic() + READ_SECONDS
+        if fresh and self._reading is not None:
             await asyncio.wait({self._reading}, timeout=READ_SECONDS)
         if self._latest is not None and not fresh and time.monotonic() - self._latest[0] < FRESH_SECONDS:
             return self._latest[1]
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(in_daemon(self.read, "nvml"))
-        done, _ = await asyncio.wait({self._reading}, timeout=READ_SECONDS)
+        # Kept here: another caller may begin the next reading before this one is resumed.
+        reading = self._reading
+        done, _ = await asyncio.wait({reading}, timeout=max(0.0, ends - time.monotonic()))
         if not done:
             return self._unknown(f"the driver does not answer within {READ_SECONDS:g} s")
-        report = self._reading.result()
+        report = reading.result()
         self._latest = (time.monotonic(), report)
         return report
 
