@@ -12,8 +12,8 @@ import pytest
 
 from e2e.sim.model import MODELS
 from e2e.sim.model_torch import torch_state
-from rlfleet.api.checkpoint import MANIFEST_FILE, MARKER_FILE
-from rlfleet.api.manifest import Manifest
+from rlfleet.api.checkpoint import MANIFEST_FILE, MARKER_FILE, Descriptor, file_name
+from rlfleet.api.manifest import Manifest, TensorEntry, manifest_digest, safetensors_header
 from rlfleet.sender import CheckpointExists, checkpoint
 from tests.gate.kit import Engine, Gate, Operator, Weights, until
 
@@ -215,6 +215,30 @@ def test_files_that_change_after_they_were_hashed_are_not_loaded(
     assert (record["state"], record["error"]["reason"]) == ("Failed", "HashMismatch")
     assert operator.status()["loads"][0]["state"] == "Failed"
     assert operator.refused("Verify", version=1, manifestDigest=manifest.digest) == "NotProven"
+
+
+def test_hashing_ends_when_other_work_fences_the_gate(operator: Operator, root: Path) -> None:
+    # Gigabytes of nothing: it would be long until somebody finds that their hash is wrong.
+    entry = TensorEntry(name="w", dtype="uint8", shape=(64 << 30,), hash="0" * 32, bucket=0, offset=0)
+    digest = manifest_digest("xxh3-128", [entry])
+    manifest = Manifest(tensors=(entry,), bucket_bytes=(entry.nbytes,), digest=digest)
+    folder = root / "run" / "1"
+    folder.mkdir(parents=True)
+    described = Descriptor(version=1, files=(file_name(0, 1),), manifest=manifest)
+    (folder / MANIFEST_FILE).write_text(described.model_dump_json(by_alias=True))
+    (folder / MARKER_FILE).write_text(digest)
+    header = safetensors_header(manifest.tensors)
+    with (folder / file_name(0, 1)).open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + entry.nbytes)
+    started = operator.start("Prepare", **prepare(manifest, 1))
+    assert started.status_code == 202
+    other = operator.next("other")
+    assert other.start("Discard").json()["reason"] == "Busy"
+    record = other.wait(started.json()["id"])
+    assert (record["state"], record["error"]["reason"]) == ("Failed", "OtherOperation"), record
+    good = write(root, 2, seed=7)
+    other.ok("Prepare", **prepare(good, 2))
 
 
 def test_nothing_is_pushed_into_a_checkpoint(operator: Operator, root: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -35,10 +34,11 @@ from rlfleet.api.wire import (
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
 from rlfleet.engine import Capability
-from rlfleet.gate import checkpoint, rules
+from rlfleet.gate import rules
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS, now_ms
+from rlfleet.gate.reading import read_checkpoint
 from rlfleet.gate.staging import Staging
 from rlfleet.gate.tags import MEMORY_KINDS
 
@@ -53,8 +53,6 @@ PAUSE_SECONDS = 20.0
 #: Least seconds for a call that is made at all: enough for an engine that is well.
 MIN_SECONDS = 1.0
 READ_BACK_SECONDS = 0.25
-#: Seconds for reading and hashing a checkpoint where the order sets no budget.
-CHECKPOINT_SECONDS = 600.0
 
 log = logging.getLogger(__name__)
 
@@ -357,35 +355,9 @@ async def prepare(ctx: GateContext, request: OperationRequest) -> Result:
     await ctx.area.prepare(staging)
     ctx.store.staging = staging.durable()
     if order.transport is Transport.CHECKPOINT and ctx.area.staging is not None:
-        await _read_checkpoint(ctx, ctx.area.staging, order)
+        await read_checkpoint(ctx, request.operation, ctx.area.staging, order)
     ctx.metrics.staged_bytes.set(ctx.area.staging.received_bytes if ctx.area.staging else 0)
     return {"capacityBytes": ctx.area.usable_bytes}
-
-
-async def _read_checkpoint(ctx: GateContext, staging: Staging, order: PrepareOrder) -> None:
-    """Hash the checkpoint, unless that was done and its files are the same. The engine serves meanwhile."""
-    if staging.checked is not None and await asyncio.to_thread(staging.checked.changed) is None:
-        return
-    staging.checked = None
-    until = time.monotonic() + (order.budget_seconds or CHECKPOINT_SECONDS)
-    stop = threading.Event()
-    try:
-        staging.checked = await asyncio.to_thread(
-            checkpoint.check,
-            ctx.config.checkpoint_dir,
-            order.directory or "",
-            version=order.version,
-            digest=order.manifest_digest,
-            until=until,
-            stop=stop,
-        )
-        ctx.area.point_to(staging.checked.path)
-        staging.error = None
-    except GateError as e:
-        staging.error = e.body()
-        raise
-    finally:
-        stop.set()
 
 
 async def discard(ctx: GateContext, request: OperationRequest) -> Result:

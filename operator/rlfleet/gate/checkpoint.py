@@ -51,16 +51,12 @@ class Checked:
         return None
 
 
-class Stopped(Exception):
-    """Nobody waits for the result any more."""
-
-
 def check(
-    root: Path | None, directory: str, *, version: int, digest: str, until: float, stop: threading.Event
+    root: Path | None, directory: str, *, version: int, digest: str, until: float, unwanted: threading.Event
 ) -> Checked:
     """Read and hash the checkpoint in ``directory``, a path relative to ``root``. Blocks; GateError says what is wrong.
 
-    ``until``: monotonic seconds after which it gives up. ``stop``: set when nobody waits any more.
+    ``until``: monotonic seconds after which it gives up. ``unwanted``: set when nobody wants it any more.
     """
     folder = _folder(root, directory)
     described = _described(folder, version, digest)
@@ -75,7 +71,7 @@ def check(
     for entry in described.manifest.tensors:
         buckets[entry.bucket].append(entry)
     prints = tuple(
-        _check_file(folder / name, tuple(entries), size, until, stop)
+        _check_file(folder / name, tuple(entries), size, until, unwanted)
         for name, entries, size in zip(described.files, buckets, described.manifest.bucket_bytes, strict=True)
     )
     return Checked(folder, described, prints)
@@ -129,7 +125,7 @@ def _described(folder: Path, version: int, digest: str) -> checkpoint.Descriptor
 
 
 def _check_file(
-    path: Path, entries: tuple[TensorEntry, ...], data_bytes: int, until: float, stop: threading.Event
+    path: Path, entries: tuple[TensorEntry, ...], data_bytes: int, until: float, unwanted: threading.Event
 ) -> Print:
     """Compare a file's header with the manifest and hash its data, tensor by tensor."""
     try:
@@ -138,7 +134,7 @@ def _check_file(
             start = _check_header(path, file, entries)
             if before[2] != start + data_bytes:
                 raise _bad(f"{path} has {before[2]} bytes, its manifest says {start + data_bytes}")
-            _hash(path, file, entries, until, stop)
+            _hash(path, file, entries, until, unwanted)
             return before
     except OSError as e:
         raise _bad(f"{path} can not be read: {e.strerror or e}") from e
@@ -162,11 +158,13 @@ def _check_header(path: Path, file: BinaryIO, entries: tuple[TensorEntry, ...]) 
     return 8 + size
 
 
-def _hash(path: Path, file: BinaryIO, entries: tuple[TensorEntry, ...], until: float, stop: threading.Event) -> None:
+def _hash(
+    path: Path, file: BinaryIO, entries: tuple[TensorEntry, ...], until: float, unwanted: threading.Event
+) -> None:
     hasher = TensorHasher(entries)
     while True:
-        if stop.is_set():
-            raise Stopped
+        if unwanted.is_set():
+            raise GateError(ErrorReason.OTHER_OPERATION, "given up: other work has this engine now")
         if time.monotonic() >= until:
             raise GateError(ErrorReason.DEADLINE_EXCEEDED, f"{path} was not hashed in time; raise stagingSeconds")
         piece = file.read(PIECE_BYTES)
