@@ -71,6 +71,9 @@ def test_streamed_weights_are_the_same_weights_and_one_bucket_is_here_at_a_time(
     record = operator.wait(op)
     assert (record["state"], record["result"]["bytes"]) == ("Succeeded", weights.total)
     proven(operator, weights, engine)
+    text = gate.http.get("/metrics").text
+    received = next(line for line in text.splitlines() if line.startswith("rlfleet_gate_received_bytes_total"))
+    assert float(received.split()[-1]) == Weights.of(1).total + weights.total
     streamed = engine.checksum()
     full = operator.next("round-3")
     full.deliver(weights, 2)

@@ -219,7 +219,8 @@ class GateServer:
         before = staging.received_bytes
         await receive_bucket(self._gate.ctx.area, staging, int(text), request)
         metrics = self._gate.ctx.metrics
-        metrics.received_bytes.inc(max(0, staging.received_bytes - before))
+        passed = sum(t.nbytes for t in staging.buckets[int(text)]) if staging.is_streamed else 0
+        metrics.received_bytes.inc(passed or max(0, staging.received_bytes - before))
         metrics.staged_bytes.set(staging.received_bytes)
         return _report(staging.report())
 
