@@ -14,12 +14,12 @@ from rlfleet.plan.checkpoint import MODE, SHELF, below, checkpoint_path, mode_of
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.pipeline import sender_ready
 from rlfleet.plan.pods import CHECKPOINT_DIR_ENV, build_pod
-from rlfleet.plan.rounds import Committed, RoundPlan, held
+from rlfleet.plan.rounds import Committed, RoundPlan, has_weights, held
 from rlfleet.plan.template import InvalidPool, template_hash
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.triage import triage
 from tests.plan.pool_kit import pool as make_pool
-from tests.plan.rounds_kit import DIGEST_A, engine, gate, ref
+from tests.plan.rounds_kit import DIGEST_A, cache, engine, gate, ref, sender
 
 PATH = "/checkpoints/run/7"
 
@@ -139,6 +139,13 @@ def test_an_engine_that_is_behind_catches_up_from_the_committed_checkpoint() -> 
 def test_the_pipeline_says_that_there_is_no_sender() -> None:
     ready, reason, _ = sender_ready(SHELF, None)
     assert (ready, reason) == (True, Reason.CHECKPOINT_SOURCE)
+
+
+def test_sleeping_engines_may_wake_without_a_sender() -> None:
+    assert has_weights(SHELF)
+    assert not has_weights(None)
+    assert not has_weights(sender())
+    assert has_weights(sender(cache()))
 
 
 def test_mode_and_path_follow_the_spec() -> None:

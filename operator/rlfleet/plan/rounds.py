@@ -64,6 +64,11 @@ def held(sender: SenderStatus, version: int, digest: str | None) -> SenderCache 
     return None
 
 
+def has_weights(sender: SenderStatus | None) -> bool:
+    """Whether complete weights can be had at all: the sender has published some, or they come from checkpoints."""
+    return sender is not None and (is_shelf(sender) or sender.cache is not None)
+
+
 # ------------------------------------------------------------------------------------------------ members
 
 

@@ -16,6 +16,7 @@ from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.plan.demand import Grant, grants_of, held_devices
 from rlfleet.plan.elastic import DEFAULT_RESIDUAL_GIB, GIB, ceiling, limits_of, plan_elastic, unmoved
 from rlfleet.plan.memory_gate import decide_grants, readings
+from rlfleet.plan.rounds import has_weights
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -66,7 +67,7 @@ async def step(ctx: Context, ledger: Ledger, view: PipelineView, preempted: Pree
         # Said before it is acted upon; what engines do next is decided with it.
         await view.write_if_changed(None)
         return Step(acted=True)
-    cache_ready = view.sender.status is not None and view.sender.status.cache is not None
+    cache_ready = has_weights(view.sender.status)
     engines = fleet.engines
     plan = plan_elastic(list(engines.values()), pipeline=ledger.uid, cache_ready=cache_ready)
     open_ones = {n: e for n, e in engines.items() if not e.gone and unmoved(e)}
