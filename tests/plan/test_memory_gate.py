@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.rlpipeline import Grant as GrantModel
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
+from rlfleet.api.v1alpha1.rlpipeline_status import Grant as GrantModel
 from rlfleet.plan.demand import Demand, Grant, grants_of, held_devices
 from rlfleet.plan.elastic import GIB
 from rlfleet.plan.memory_gate import decide_grants, readings
