@@ -201,7 +201,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"spec.trainer.gpus.0.devices": ["GPU-1", "GPU-1"]},
         'spec.trainer.gpus[0].devices[1]: Duplicate value: "GPU-1"',
     ),
-    (RLP, {"spec.transport.bucketMiB": 512}, 'unknown field "spec.transport.bucketMiB"'),
+    (RLP, {"spec.transport.bucketMB": 512}, 'unknown field "spec.transport.bucketMB"'),
     # EnginePool: rules
     (EP, {"metadata.name": "p" * 53}, PODDED),
     (EP, {"metadata.name": "p" * 300}, PODDED),

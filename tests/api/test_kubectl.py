@@ -55,6 +55,17 @@ STATUS: dict[str, dict[str, Any]] = {
         "publicKeys": [{"kid": "k1", "key": "A" * 43 + "="}],
         "lastRound": "demo-v11-0123456789",
         "engines": {"total": 4, "active": 3, "asleep": 1},
+        "blocks": [
+            {
+                "name": "a",
+                "claim": "demo.a",
+                "claimUID": "c-1",
+                "node": "gpu-node-1.example",
+                "devices": ["GPU-0", "GPU-1"],
+                "movedFrom": "gpu-node-2.example/GPU-8, gpu-node-2.example/GPU-9",
+                "movedAfter": "demo-v11-0123456789",
+            }
+        ],
         "rendezvousClaims": [
             {
                 "address": "127.0.0.5",
@@ -231,6 +242,8 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
             "assertMixed": False,
             "backend": "nccl",
             "rendezvousPorts": {"first": 29500, "last": 29599},
+            "bucketMiB": 512,
+            "staging": "Full",
         },
         "sync": {
             "deadlines": {"pendingSeconds": 600, "stagingSeconds": 600, "pausedSeconds": 150},
@@ -254,6 +267,7 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
         "placement": {"mode": "Scheduler"},
         "gate": {"image": "rlfleet:0.1.0", "port": 9440, "stagingMiB": 1024},
         "updateStrategy": {"type": "OnDelete"},
+        "residualMemoryGiB": 13,
     }
     assert server.create(example("SyncRound"))["spec"] == {
         "pipeline": "demo",

@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_schema(example: Example) -> None:
     ("kind", "edits", "fault"),
     [
         ("RLPipeline", {"spec.transport.mode": "Fast"}, "spec.transport.mode: Input should be 'CPUSerialize'"),
-        ("RLPipeline", {"spec.transport.bucketMiB": 1}, "spec.transport.bucketMiB: Extra inputs are not permitted"),
+        ("RLPipeline", {"spec.transport.bucketMB": 1}, "spec.transport.bucketMB: Extra inputs are not permitted"),
         ("EnginePool", {"spec.engine.gpusPerEngine": 0}, "spec.engine.gpusPerEngine: Input should be greater than"),
         ("SyncRound", {"spec.version": None}, "spec.version: Field required"),
     ],
