@@ -313,7 +313,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (EP, {"spec.replicas": 1025}, above("spec.replicas", 1025, 1024)),
     (EP, {"spec.active": -1}, below("spec.active", -1, 0)),
     (EP, {"spec.shrink": "Sleep"}, unknown("spec.shrink", "Sleep", "Offload", "Delete")),
-    (EP, {"spec.residualMemoryGiB": 0}, "spec.residualMemoryGiB in body should be greater than or equal to 0.001"),
+    (EP, {"spec.residualMemoryGiB": 0}, "residualMemoryGiB must be at least 0.001"),
     (EP, {"spec.engine.type": "VLLM"}, unknown("spec.engine.type", "VLLM", "SGLang")),
     (EP, {"spec.routers.0.type": "nginx"}, unknown("spec.routers[0].type", "nginx", "SGLangRouter")),
     (

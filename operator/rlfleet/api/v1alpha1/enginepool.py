@@ -351,6 +351,8 @@ class EnginePoolSpec(Spec):
         alias="residualMemoryGiB",
         description="Memory in GiB that may be in use on a device, by whomever, once its engines sleep: above it, "
         "condition ResidualMemoryHigh is True and no trainer gets the device.",
+        # The apiserver cuts a minimum to a whole number where it meets one: 0 would pass.
+        json_schema_extra=rules(rule("self >= 0.001", "residualMemoryGiB must be at least 0.001")),
     )
     engine: EngineSpec = Field(description="The inference server in each pod.")
     source: Source = Field(description="Where engines come from.")
