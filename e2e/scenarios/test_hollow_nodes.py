@@ -449,10 +449,14 @@ def test_memory_of_simulated_devices_is_shared_and_read_through_the_driver(pods:
         "except DeviceOutOfMemory as e: print(e)"
     )
     here: dict[str, Any] = {"nodeName": "hollow-001", "restartPolicy": "Never"}
-    gpu = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-hollow-001-05"}]
-    pods.create("first", container("main", ["python", "-c", hold], env=gpu), **here)
+
+    def on_gpu(script: str) -> Object:
+        env = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-hollow-001-05"}]
+        return container("main", ["python", "-c", script], env=env)
+
+    pods.create("first", on_gpu(hold), **here)
     wait_until((pods.shared / "held").exists, "memory held")
-    pods.create("second", container("main", ["python", "-c", look], env=gpu), **here)
+    pods.create("second", on_gpu(look), **here)
     pods.wait_phase("second", "Succeeded")
     first, _, second = pods.log("second", "main").partition("\n")
     report = json.loads(first)
