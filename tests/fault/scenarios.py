@@ -404,8 +404,12 @@ class Deletion(Scenario):
 
     def begin(self, arm: Arm) -> None:
         arm()
-        for kind, name in (("enginepool", "e"), ("rlpipeline", "p")):
-            self.fleet.cluster.kubectl("delete", kind, name, "-n", self.fleet.namespace, "--wait=false")
+        self.delete("enginepool", "e")
+        self.delete("rlpipeline", "p")
+
+    def delete(self, kind: str, name: str) -> None:
+        """Without waiting for the end."""
+        self.fleet.cluster.kubectl("delete", kind, name, "-n", self.fleet.namespace, "--wait=false")
 
     def over(self) -> bool:
         return not self.left()
@@ -424,6 +428,32 @@ class Deletion(Scenario):
         return {"left": self.left()}
 
 
+class DeletionInRound(Deletion):
+    """The pipeline is deleted while engines load, its pool when it is gone: a round to end, engines to close."""
+
+    name = "deletion-in-round"
+
+    def begin(self, arm: Arm) -> None:
+        stand, fleet = self.stand, self.fleet
+        for pod in fleet.engines():
+            fleet.fault(pod, DISK, action="delay", seconds=1.5, times=1, when="before")
+        version = stand.next_version()
+        fleet.publish(version)
+        name = fleet.order(version)
+        wait_until(lambda: fleet.phase(name) == "Transferring", "engines to load", _LIMIT, every=0.02)
+        arm()
+        self.pool_left = True
+        self.delete("rlpipeline", "p")
+
+    def drive(self) -> None:
+        if self.pool_left and not self.fleet.cluster.get("rlpipelines", "-n", self.fleet.namespace)["items"]:
+            self.pool_left = False
+            self.delete("enginepool", "e")
+
+    def over(self) -> bool:
+        return not self.pool_left and super().over()
+
+
 def _is_trainer(pod: State) -> bool:
     return (pod["metadata"].get("labels") or {}).get("app") == "trainer"
 
@@ -438,5 +468,6 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     ScaleUp,
     Sleep,
     Deletion,
+    DeletionInRound,
     Mixed,
 )
