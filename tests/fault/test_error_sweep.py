@@ -103,7 +103,6 @@ def test_every_write_of_the_record_is_struck_once(stand: Stand, fault: Fault) ->
     assert phases | {"PATCH rlpipelines/p/status claim Refresh", "PATCH rlpipelines/p/status commit"} <= struck
 
 
-@pytest.mark.slow
 def test_a_write_that_is_throttled_is_not_repeated_before_it_may_be(stand: Stand) -> None:
     stand.wait_steady("the fleet to be steady before a round")
     stand.proxy.watch()

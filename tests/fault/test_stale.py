@@ -146,7 +146,6 @@ def test_history_is_compacted_while_watches_are_behind(stand: Stand) -> None:
     well(stand)
 
 
-@pytest.mark.slow
 async def test_a_list_whose_history_is_compacted_between_two_pages_is_whole(stand: Stand) -> None:
     """The apiserver may answer the second page with 410: then it is listed in one piece, of one moment."""
     names = [f"c{i}" for i in range(5)]
