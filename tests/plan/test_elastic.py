@@ -352,6 +352,13 @@ def test_a_pool_that_shrinks_by_deletion_leaves_demanded_devices_and_stays_away(
     assert [c.index for c in plan_pods(replace(without, demanded=frozenset())).create] == [1]
 
 
+def test_while_a_trainer_has_devices_no_engine_boots_that_may_lie_on_them() -> None:
+    claims = pool_kit.pool(replicas=3, placement={"mode": "Claims"})
+    assert on_devices(claims, HELD) == {0, 1, 2}
+    assert on_devices(claims, frozenset()) == frozenset()
+    assert on_devices(pool_kit.pool(replicas=3), HELD) == frozenset(), "the scheduler gives a device to one pod only"
+
+
 def test_the_ceiling_is_all_unless_said_otherwise() -> None:
     assert ceiling(pool_kit.pool(replicas=3, shrink="Offload")).active == 3
     assert ceiling(pool_kit.pool(replicas=3, active=0, shrink="Offload")).active == 0

@@ -61,8 +61,16 @@ def wanted_pods(pool: Mapping[str, Any]) -> int:
 
 
 def on_devices(pool: Mapping[str, Any], held: frozenset[Device]) -> frozenset[int]:
-    """Placement Pinned: indices of the engines whose devices are among these."""
-    if not held or not is_pinned(pool):
+    """Indices of the engines whose devices are, or may be, among these.
+
+    Placement Pinned lists who gets which. With Claims all engines share a trainer's devices, and which slot lies where
+    is only told by pods that are there: any of them may. The scheduler gives a device to one pod only.
+    """
+    if not held:
+        return frozenset()
+    if (pool["spec"].get("placement") or {}).get("mode") == "Claims":
+        return frozenset(range(wanted_pods(pool)))
+    if not is_pinned(pool):
         return frozenset()
     slots = enumerate(assignments(pool))
     return frozenset(i for i, a in slots if any(Device(a.node, uuid) in held for uuid in a.devices))
