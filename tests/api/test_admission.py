@@ -17,7 +17,7 @@ from rlfleet.api.reference import rules_of
 pytestmark = pytest.mark.cluster
 
 Example = Callable[..., dict[str, Any]]
-RLP, EP, SR = "RLPipeline", "EnginePool", "SyncRound"
+RLP, EP, SR, TD = "RLPipeline", "EnginePool", "SyncRound", "TrainerDemand"
 ENGINE, GATE = {"name": "engine", "image": "x"}, {"name": "gate", "image": "x"}
 ROUTER = {"name": "main", "type": "SGLangRouter"}
 SELECTOR = {"matchLabels": {"app": "router"}}
@@ -80,6 +80,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (SR, {"spec.version": 3, "spec.allowRollback": True, "spec.expectedCommitted": 12}),
     (SR, {"spec.manifestDigest": "sha256:" + "0a" * 32, "spec.attempt": 1000}),
     (SR, {"metadata.name": "r" * 63}),
+    (TD, {}),
+    (TD, {"spec.requests": None, "spec.streams": None, "spec.trainer": {"podUID": "outside"}}),
+    (TD, {"spec.requests.0.devices": gpus(("n1", 2)), "spec.requests.0.priority": None, "spec.requests.0.id": "a1"}),
 ]
 
 
@@ -98,6 +101,7 @@ def bad_name(kind: str, limit: int, why: str) -> str:
 LABELLED = bad_name(RLP, 63, "it becomes a label of pods and rounds")
 PODDED = bad_name(EP, 52, "its pods append an index and five digits")
 SHOWN = bad_name(SR, 63, "it is shown as the operation of pipelines and gates")
+OF_PIPELINE = bad_name(TD, 63, "it is the name of its RLPipeline")
 ONE_OF = 'Invalid value: "object": exactly one of podSelector and url must be set'
 PORT_IN_URL = "Forbidden: port applies to podSelector only: put the port into url"
 TOO_FEW = (
@@ -333,6 +337,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (EP, {"spec.source": None}, "spec.source: Required value"),
     (EP, {"spec.pipeline": "No Such"}, "spec.pipeline in body should match"),
     # SyncRound: rules
+    (TD, {"metadata.name": "r" * 64}, OF_PIPELINE),
+    (TD, {"spec.trainer": None}, "spec.trainer: Required value"),
+    (TD, {"spec.streams.0.collected": -1}, below("spec.streams[0].collected", -1, 0)),
+    (TD, {"spec.requests.0.step": -2}, below("spec.requests[0].step", -2, -1)),
+    (TD, {"spec.requests.0.cluster": "Actor Train"}, "spec.requests[0].cluster in body should match"),
     (SR, {"metadata.name": "r" * 64}, SHOWN),
     (SR, {"metadata.name": "r" * 300}, SHOWN),
     (

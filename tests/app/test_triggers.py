@@ -114,3 +114,9 @@ def test_metrics_count_what_happens() -> None:
         "rlfleet_queue_oldest_seconds 0.5",
     ):
         assert line in text
+
+
+def test_a_demand_wakes_the_pipeline_of_its_name(triggers: Triggers, woken: Woken) -> None:
+    woken.take()
+    triggers.demand("ns", "p")
+    assert woken.take() == {PIPELINE}

@@ -18,6 +18,7 @@ ALLOWED = [
     *((verb, f"{kind}.rlfleet.dev/status", "x") for kind in ("rlpipelines", "enginepools", "syncrounds") for verb in
       ("patch", "update")),
     *(("update", f"{kind}.rlfleet.dev/finalizers", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
+    *((verb, "trainerdemands.rlfleet.dev", "x") for verb in ("get", "list", "watch")),
     ("create", "syncrounds.rlfleet.dev", "x"),
     ("delete", "syncrounds.rlfleet.dev", "x"),
     *((verb, "resourceclaims.resource.k8s.io", "x") for verb in ("list", "create", "delete")),
@@ -37,6 +38,8 @@ REFUSED = [
     ("update", "pods", "x"),
     ("deletecollection", "pods", "x"),
     ("create", "pods/exec", "x"),
+    ("patch", "trainerdemands.rlfleet.dev", "x"),
+    ("delete", "trainerdemands.rlfleet.dev", "x"),
     ("delete", "enginepools.rlfleet.dev", "x"),
     ("delete", "rlpipelines.rlfleet.dev", "x"),
     ("get", "secrets", "x"),

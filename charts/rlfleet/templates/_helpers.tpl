@@ -25,6 +25,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines, enginepools, syncrounds]
   verbs: [get, list, watch, patch, update]
+# What trainers demand is theirs: never written.
+- apiGroups: [rlfleet.dev]
+  resources: [trainerdemands]
+  verbs: [get, list, watch]
 # Refreshes are created by trainers, CatchUps by the operator. Old rounds are removed by the history limit.
 - apiGroups: [rlfleet.dev]
   resources: [syncrounds]

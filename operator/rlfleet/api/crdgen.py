@@ -28,6 +28,8 @@ from rlfleet.api.v1alpha1 import (
     SyncRound,
     SyncRoundSpec,
     SyncRoundStatus,
+    TrainerDemand,
+    TrainerDemandSpec,
 )
 from rlfleet.api.v1alpha1.common import DNS_LABEL, KubernetesObject, rule
 
@@ -62,7 +64,7 @@ class Kind:
 
     model: type[KubernetesObject]
     spec: type[BaseModel]
-    status: type[BaseModel]
+    status: type[BaseModel] | None
     plural: str
     short: str
     max_name: int
@@ -97,6 +99,7 @@ KINDS: tuple[Kind, ...] = (
             Column("Active", ".status.engines.active", "integer"),
             Column("Engines", ".status.engines.total", "integer"),
             Column("Operation", ".status.activeOperation.name"),
+            Column("Progress", ".status.progress.percent", "integer"),
             Column("Transport", ".spec.transport.mode", wide=True),
             Column("Published", ".status.cacheReady.version", "integer", wide=True),
             Column("Fence", ".status.fence", "integer", wide=True),
@@ -157,6 +160,22 @@ KINDS: tuple[Kind, ...] = (
             AGE,
         ),
     ),
+    Kind(
+        model=TrainerDemand,
+        spec=TrainerDemandSpec,
+        status=None,
+        plural="trainerdemands",
+        short="td",
+        max_name=naming.MAX_NAME,
+        name_reason="it is the name of its RLPipeline",
+        columns=(
+            Column("Trainer", ".spec.trainer.podName"),
+            Column("Wants", ".spec.requests[*].cluster"),
+            Column("Step", ".spec.requests[0].step", "integer"),
+            Column("Streams", ".spec.streams[*].key", wide=True),
+            AGE,
+        ),
+    ),
 )
 
 
@@ -172,7 +191,7 @@ def schema(kind: Kind) -> dict[str, Any]:
             # Named so that the rule below can point at it.
             "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": structural_schema(kind.spec, defaults=True),
-            "status": structural_schema(kind.status, defaults=False),
+            **({} if kind.status is None else {"status": structural_schema(kind.status, defaults=False)}),
         },
         "x-kubernetes-validations": [
             rule(
@@ -187,7 +206,7 @@ def schema(kind: Kind) -> dict[str, Any]:
 
 def crd(kind: Kind) -> dict[str, Any]:
     """The CustomResourceDefinition of one kind."""
-    subresources: dict[str, Any] = {"status": {}}
+    subresources: dict[str, Any] = {} if kind.status is None else {"status": {}}
     if kind.scale:
         subresources["scale"] = {
             "specReplicasPath": ".spec.replicas",

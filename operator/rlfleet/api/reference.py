@@ -24,7 +24,7 @@ def crds_page(kinds: Iterable[tuple[str, str, str, dict[str, Any]]]) -> str:
     ]
     for kind, plural, short, schema in kinds:
         lines += ["", f"## {kind}", "", f"{schema['description']} `{plural}`, short name `{short}`."]
-        for part in ("spec", "status"):
+        for part in [p for p in ("spec", "status") if p in schema["properties"]]:
             lines += [
                 "",
                 f"### {kind} {part}",

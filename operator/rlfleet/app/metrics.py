@@ -50,6 +50,12 @@ class OperatorMetrics:
             ["namespace", "pipeline"],
             registry=r,
         )
+        self._progress = Gauge(
+            "rlfleet_rollout_progress_ratio",
+            "Completed of wanted trajectories over all streams that the trainer reports.",
+            ["namespace", "pipeline"],
+            registry=r,
+        )
         self._reconciles = Counter("rlfleet_reconciles", "Reconciles by result.", ["kind", "result"], registry=r)
         self._reconcile_time = Histogram(
             "rlfleet_reconcile_seconds", "Time of one reconcile.", ["kind"], buckets=_PHASE_BUCKETS, registry=r
@@ -126,6 +132,16 @@ class OperatorMetrics:
             return
         try:
             self._leaks.remove(namespace, pipeline)
+        except KeyError:
+            pass  # a pipeline that never had a series
+
+    def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
+        """Progress of a pipeline's rollouts; None: its trainer reports none, or the pipeline is gone."""
+        if ratio is not None:
+            self._progress.labels(namespace, pipeline).set(ratio)
+            return
+        try:
+            self._progress.remove(namespace, pipeline)
         except KeyError:
             pass  # a pipeline that never had a series
 

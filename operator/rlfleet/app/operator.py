@@ -192,6 +192,10 @@ class Operator:
             self._triggers.deletion("syncrounds", namespace or "", name, meta)
             self._triggers.round(namespace or "", spec)
 
+        @kopf.on.event(labels.GROUP, labels.VERSION, "trainerdemands", registry=registry)
+        async def demand(*, namespace: str | None, name: str, **_: Any) -> None:
+            self._triggers.demand(namespace or "", name)
+
         return registry
 
     # ------------------------------------------------------------------------------------------ our parts

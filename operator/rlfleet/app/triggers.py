@@ -60,6 +60,10 @@ class Triggers:
         if pipeline:
             self._enqueue(QueueKey(Kind.PIPELINE, namespace, pipeline), priority=Priority.ROUND)
 
+    def demand(self, namespace: str, name: str) -> None:
+        """A TrainerDemand appeared, changed or is gone; it has its pipeline's name."""
+        self._enqueue(QueueKey(Kind.PIPELINE, namespace, name), priority=Priority.ROUND)
+
     def deletion(self, plural: str, namespace: str, name: str, meta: Mapping[str, Any]) -> None:
         """An object of ours appeared or changed: while our finalizer holds its deletion up, its ceiling is watched."""
         if holds_up({"metadata": meta}, FINALIZERS[plural]):

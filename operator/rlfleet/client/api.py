@@ -33,10 +33,16 @@ _FORBIDDEN_VERB = re.compile(r"cannot (\w+) resource \"([^\"]+)\"")
 
 PIPELINES = "rlpipelines"
 ROUNDS = "syncrounds"
+DEMANDS = "trainerdemands"
+POOLS = "enginepools"
 
 
 class Exists(Exception):
     """A create found an object of that name."""
+
+
+class Conflict(Exception):
+    """A write named a resourceVersion that is not the object's any more."""
 
 
 class Invalid(Exception):
@@ -183,6 +189,8 @@ class Api:
             raise self._not_found(plural, name, message)
         if status == _CONFLICT and _reason(response) == "AlreadyExists":
             raise Exists
+        if status == _CONFLICT and _reason(response) == "Conflict":
+            raise Conflict(message)
         if status in (400, 409, 422):
             raise Invalid(message)
         raise errors.ClientError(f"{method} {plural} {name}: HTTP {status}: {message}")
@@ -196,6 +204,8 @@ class Api:
             )
         if plural == ROUNDS:
             return errors.RoundNotFound(f"there is no SyncRound {name!r} in namespace {self.namespace!r}")
+        if plural == DEMANDS:
+            return errors.DemandNotFound(f"there is no TrainerDemand {name!r} in namespace {self.namespace!r}")
         if self._no_namespace():
             return self._namespace_not_found()
         return errors.PipelineNotFound(

@@ -48,6 +48,10 @@ class RoundNotFound(NotFound):
     """There is no such SyncRound in the namespace."""
 
 
+class DemandNotFound(NotFound):
+    """There is no such TrainerDemand in the namespace."""
+
+
 class NotInstalled(NotFound):
     """The cluster does not serve rlfleet.dev/v1alpha1."""
 
@@ -120,6 +124,18 @@ class SyncTimeout(SyncError):
     def __init__(self, message: str, *, version: int, round: str, committed: bool, phase: str) -> None:
         super().__init__(message, version=version, round=round, committed=committed)
         self.phase = phase
+
+
+class GrantTimeout(ClientError):
+    """GPUs were not free for the trainer in time; the request was withdrawn. ``reason`` is what stood in the way."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DemandRefused(ClientError):
+    """The apiserver did not take a report or request; the message names the field."""
 
 
 class WaitTimeout(ClientError):

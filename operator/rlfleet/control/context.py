@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
-from rlfleet.plan.demand import Demand
 
 from .claim_memory import ClaimMemory
 from .elastic.memory import ElasticMemory
@@ -70,6 +69,9 @@ class Metrics(Protocol):
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
         """How many rendezvous ports of a pipeline are leaked; None: the pipeline is gone."""
 
+    def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
+        """Completed of wanted trajectories, 0 to 1, as the trainer reports; None: it reports none."""
+
     def write(self, resource: str) -> None:
         """One write to the apiserver was made by a reconciler."""
 
@@ -96,6 +98,9 @@ class NoMetrics:
         """See Metrics."""
 
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
+        """See Metrics."""
+
+    def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
         """See Metrics."""
 
     def write(self, resource: str) -> None:
@@ -132,18 +137,6 @@ class ControlSettings:
     """Namespaces that this operator serves; none: all."""
 
 
-class Demands(Protocol):
-    """Where demands for devices come from."""
-
-    async def __call__(self, pipeline: Mapping[str, Any]) -> Sequence[Demand]:
-        """What the trainer of this RLPipeline demands now."""
-
-
-async def no_demands(pipeline: Mapping[str, Any]) -> Sequence[Demand]:
-    """No trainer demands devices of engines."""
-    return ()
-
-
 class Enqueue(Protocol):
     """The queue's entrance."""
 
@@ -171,7 +164,6 @@ class Context:
     claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
     elastic: ElasticMemory = field(default_factory=ElasticMemory)
-    demands: Demands = no_demands
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.

@@ -98,6 +98,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await _say_no_pipeline(ctx, namespace, name, rounds)
         ctx.repairs.forget(namespace, name)
         ctx.metrics.claims_leaked(namespace, name, None)
+        ctx.metrics.progress(namespace, name, None)
         return Done()
     await bury(ctx, namespace, [r for r in rounds if not belongs(r, pipeline=pipeline["metadata"]["uid"])])
     rounds = [r for r in rounds if belongs(r, pipeline=pipeline["metadata"]["uid"])]

@@ -52,6 +52,8 @@ class PipelineView:
         self.unmoved: tuple[Reason, str] | None = None
         #: What became of the trainer's demands; as recorded until they are decided anew.
         self.grants = grants_of(ledger.status)
+        #: Progress of the rollouts; as recorded until the trainer's report is read.
+        self.progress: Obj | None = ledger.status.get("progress")
         #: Why closed engines wait for a Refresh; empty: they do not.
         self.awaiting = ""
         #: ResourceClaims of train blocks whose names somebody else has.
@@ -139,6 +141,7 @@ class PipelineView:
             "engines": facts.counts,
             "grants": [g.row() for g in self.grants] or None,
             "blocks": blocks or None,
+            "progress": self.progress,
             "conditions": conditions(
                 self.ledger.status.get("conditions") or [],
                 facts=facts,

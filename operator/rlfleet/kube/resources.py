@@ -61,3 +61,4 @@ RESOURCESLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSl
 RLPIPELINES = Resource(GROUP, VERSION, "rlpipelines", "RLPipeline")
 ENGINEPOOLS = Resource(GROUP, VERSION, "enginepools", "EnginePool")
 SYNCROUNDS = Resource(GROUP, VERSION, "syncrounds", "SyncRound")
+TRAINERDEMANDS = Resource(GROUP, VERSION, "trainerdemands", "TrainerDemand")

@@ -1,7 +1,10 @@
-"""What a trainer demands of the devices that it shares with engines, and what has become of it: plain frozen data.
+"""What a trainer demands of the devices that it shares with engines, what has become of it, and what it reports.
 
-Invariant: a demand names physical devices, (node, UUID); which engines lie on them is found by the one mapping of
-plan.topology, never counted from indices.
+Invariants:
+- a demand names physical devices, (node, UUID); which engines lie on them is found by the one mapping of plan.topology,
+  never counted from indices;
+- a granted demand keeps the devices that it was granted, whatever becomes known or unknown of the train pool later: the
+  trainer is using them.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlfleet.api.conditions import Reason
+from rlfleet.api.progress import Progress, StreamProgress, aggregate
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
-from rlfleet.plan.topology import Device
+from rlfleet.plan.topology import Device, train_devices
 
 #: Most grants that a pipeline's status holds.
-MAX_GRANTS = 16
+MAX_GRANTS = 64
 MAX_MESSAGE = 256
 _ORDER = {p: i for i, p in enumerate(DemandPriority)}
 
@@ -28,6 +32,7 @@ class Demand:
     priority: DemandPriority
     step: int
     devices: frozenset[Device]
+    id: str = ""
 
     @property
     def order(self) -> tuple[int, str]:
@@ -53,6 +58,7 @@ class Grant:
             "cluster": self.demand.cluster,
             "priority": self.demand.priority.value,
             "step": self.demand.step,
+            **({"id": self.demand.id} if self.demand.id else {}),
             "granted": self.granted,
             "reason": self.reason.value,
             "message": self.message[:MAX_MESSAGE],
@@ -69,6 +75,7 @@ def grants_of(status: Mapping[str, Any]) -> tuple[Grant, ...]:
                 priority=DemandPriority(row["priority"]),
                 step=int(row["step"]),
                 devices=frozenset(Device(d["node"], uuid) for d in row["devices"] for uuid in d["devices"]),
+                id=str(row.get("id") or ""),
             ),
             granted=bool(row["granted"]),
             reason=Reason.parse(row["reason"]),
@@ -76,6 +83,67 @@ def grants_of(status: Mapping[str, Any]) -> tuple[Grant, ...]:
         )
         for row in status.get("grants") or ()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Who wrote a TrainerDemand. ``pod_name`` empty: no pod that could be looked for."""
+
+    pod_name: str
+    pod_uid: str
+
+
+def trainer_of(demand: Mapping[str, Any]) -> Trainer:
+    """The trainer of a TrainerDemand."""
+    trainer = demand["spec"]["trainer"]
+    return Trainer(str(trainer.get("podName") or ""), str(trainer["podUID"]))
+
+
+def is_of(demand: Mapping[str, Any], pipeline_uid: str) -> bool:
+    """The TrainerDemand is not left over from an earlier pipeline of the same name."""
+    owners = demand["metadata"].get("ownerReferences") or []
+    return not any(o.get("kind") == "RLPipeline" and o.get("uid") != pipeline_uid for o in owners)
+
+
+def demands_of(
+    demand: Mapping[str, Any], *, train: frozenset[Device] | None, before: Iterable[Grant]
+) -> tuple[Demand, ...]:
+    """What a TrainerDemand asks for. ``train``: the train pool, None when unknown; ``before``: grants as recorded.
+
+    A request without devices of its own is for the whole train pool. While that is not known it names no device, and
+    the memory gate refuses it.
+    """
+    standing = {(g.demand.cluster, g.demand.step, g.demand.id): g.demand.devices for g in before if g.granted}
+    out = []
+    for request in demand["spec"].get("requests") or ():
+        key = str(request["cluster"]), int(request["step"]), str(request.get("id") or "")
+        devices = standing.get(key) or train_devices(request.get("devices")) or train or frozenset()
+        priority = DemandPriority(request.get("priority") or DemandPriority.ACTOR_TRAINING)
+        out.append(Demand(cluster=key[0], priority=priority, step=key[1], devices=devices, id=key[2]))
+    return tuple(out)
+
+
+def progress_of(demand: Mapping[str, Any]) -> Progress | None:
+    """Progress over all streams of a TrainerDemand."""
+    return aggregate(
+        StreamProgress(str(s["key"]), int(s.get("batch") or 0), int(s["target"]), int(s["collected"]))
+        for s in demand["spec"].get("streams") or ()
+    )
+
+
+def progress_row(found: Progress | None, before: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``status.progress``: as it was, unless enough has happened since to be worth a write."""
+    if found is None:
+        return None
+    row = {
+        "target": found.target,
+        "collected": found.collected,
+        "completed": found.completed,
+        "percent": found.percent,
+        "batches": found.batches,
+    }
+    same = before is not None and (before.get("percent"), before.get("batches")) == (found.percent, found.batches)
+    return dict(before) if same and before is not None else row
 
 
 def held_devices(grants: Iterable[Grant]) -> frozenset[Device]:

@@ -96,6 +96,9 @@ def check(
     memory: Mapping[Device, Reading],
 ) -> Grant:
     """The memory gate for one demand: granted, or the first thing that stands in its way."""
+    if not demand.devices:
+        what = "the train pool is not known: set spec.trainer.gpus of the RLPipeline, or devices in the request"
+        return Grant(demand, False, Reason.TOPOLOGY_UNKNOWN, what)
     live = [e for e in engines if not e.gone and not (e.unborn and e.status is None)]
     unknown = sorted(e.name for e in live if e.devices is None and not is_offloaded(e.status))
     if unknown:

@@ -19,6 +19,7 @@ from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.v1alpha1.enginepool import EngineState
 from rlfleet.plan.pool_elastic import Elastic, Row, Verdict, elastic_conditions
 from rlfleet.plan.rounds import Committed
+from rlfleet.plan.topology import assigned_evidence, identify, report_evidence
 
 #: Reasons that explain a state without being a failure of the engine.
 _NORMAL: Final = frozenset(
@@ -108,6 +109,7 @@ def entry(row: Row, observed: Observed) -> dict[str, Any]:
         "podUID": row.pod.uid,
         "incarnation": gate.incarnation if gate else None,
         "node": row.pod.node or None,
+        "gpus": gpus(row),
         "state": row.derived.state.value,
         "version": gate.holds.version if gate and gate.holds else None,
         "fence": gate.fence.generation if gate and gate.fence.generation else None,
@@ -115,6 +117,15 @@ def entry(row: Row, observed: Observed) -> dict[str, Any]:
         "failure": row.derived.failure[:_MAX_FAILURE] if row.derived.reason not in _NORMAL else None,
     }
     return {k: v for k, v in found.items() if v is not None and v != ""}
+
+
+def gpus(row: Row) -> list[str] | None:
+    """UUIDs of an engine's devices, as placement gave them and its gate reports them; None: unknown or in dispute."""
+    sources = [
+        report_evidence("the gate", row.gate.devices if row.gate else None),
+        assigned_evidence(row.pod.assignment),
+    ]
+    return sorted(d.uuid for d in identify(sources).devices or ()) or None
 
 
 def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from rlfleet.api.v1alpha1.rlpipeline import RLPipeline, RLPipelineSpec
 from rlfleet.api.v1alpha1.rlpipeline_status import RLPipelineStatus
 from rlfleet.api.v1alpha1.syncround import SyncRound, SyncRoundSpec
 from rlfleet.api.v1alpha1.syncround_status import RoundPhase, SyncRoundStatus
+from rlfleet.api.v1alpha1.trainerdemand import TrainerDemand, TrainerDemandSpec
 
 __all__ = [
     "EnginePool",
@@ -21,4 +22,6 @@ __all__ = [
     "SyncRound",
     "SyncRoundSpec",
     "SyncRoundStatus",
+    "TrainerDemand",
+    "TrainerDemandSpec",
 ]

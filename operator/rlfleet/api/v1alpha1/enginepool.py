@@ -19,6 +19,7 @@ from rlfleet.api.v1alpha1.common import (
     UNIQUE,
     ConditionList,
     Count,
+    DeviceId,
     Generation,
     KubernetesObject,
     LabelSelector,
@@ -417,6 +418,12 @@ class EngineEntry(Status):
     pod_uid: Uid | None = Field(default=None, alias="podUID", description="UID of its pod.")
     incarnation: Uid | None = Field(default=None, description="Nonce of its engine process; absent before it started.")
     node: NodeName | None = Field(default=None, description="Node that its pod runs on.")
+    gpus: Annotated[tuple[DeviceId, ...], Field(max_length=64)] | None = Field(
+        default=None,
+        description="UUIDs of its devices on this node, as its gate reports them or placement gave them; absent when "
+        "they are not known.",
+        json_schema_extra=ATOMIC,
+    )
     state: EngineState = Field(description="Where it is in its life.")
     version: WeightVersion | None = Field(default=None, description="Version that it is proven to hold; absent: none.")
     fence: Generation | None = Field(default=None, description="Highest generation that its gate has stored.")

@@ -29,6 +29,7 @@ from rlfleet.api.v1alpha1.common import (
     Uid,
     Url,
     WeightVersion,
+    WholeNumber,
     keyed_by,
     rule,
     rules,
@@ -164,6 +165,7 @@ class Grant(Status):
     cluster: ObjectName = Field(description="Which part of the trainer demands them, in its own words.")
     priority: DemandPriority = Field(description="What for.")
     step: WeightVersion = Field(description="Training step that they are demanded for.")
+    id: Annotated[str, Field(max_length=64)] = Field(default="", description="The request's own id.")
     granted: bool = Field(
         description="The devices are free: engines on them are Offloaded or gone, and memory in use is within "
         "spec.residualMemoryGiB of their pools. It stays true until the demand is withdrawn or is for another step."
@@ -194,6 +196,18 @@ class BlockStatus(Status):
     )
     moved_after: Annotated[str, Field(max_length=63)] | None = Field(
         default=None, description="The lastRound when the move was seen; empty: none had ended."
+    )
+
+
+class PipelineProgress(Status):
+    """How far the rollouts of the present batches are, over all streams. Written anew for every 2 %, not more often."""
+
+    target: WholeNumber = Field(description="Trajectories wanted.")
+    collected: WholeNumber = Field(description="Trajectories collected; some may be beyond their stream's target.")
+    completed: WholeNumber = Field(description="Trajectories that count towards the target.")
+    percent: Annotated[int, Field(ge=0, le=100)] = Field(description="Completed of target, in steps of 2 %.")
+    batches: Annotated[str, Field(max_length=16)] = Field(
+        description="Names the streams and their batches; another value means that counting began anew."
     )
 
 
@@ -238,12 +252,15 @@ class RLPipelineStatus(Status):
     engines: EngineTotals | None = Field(default=None, description="Engines of all pools of the pipeline.")
     grants: tuple[Grant, ...] = Field(
         default=(),
-        max_length=16,
+        max_length=64,
         description="Demands of the trainer for devices, and whether they may be used.",
         json_schema_extra=ATOMIC,
     )
     blocks: tuple[BlockStatus, ...] = Field(
         default=(), max_length=16, description="Where the train blocks are.", json_schema_extra=keyed_by("name")
+    )
+    progress: PipelineProgress | None = Field(
+        default=None, description="Progress of the rollouts as the trainer reports it; absent when it reports none."
     )
     conditions: ConditionList = Field(
         default=(), description="SenderReady, Ready, Progressing, Degraded and TopologyValid."

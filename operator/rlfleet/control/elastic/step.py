@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlfleet.api.conditions import Reason
+from rlfleet.control.demand import read_demand
 from rlfleet.control.elastic.work import ElasticWork, Preempted, trouble_of
 from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.rounds.ledger import Ledger
-from rlfleet.plan.demand import Grant, grants_of, held_devices
+from rlfleet.plan.demand import Grant, grants_of, held_devices, progress_row
 from rlfleet.plan.elastic import DEFAULT_RESIDUAL_GIB, GIB, ceiling, limits_of, plan_elastic, unmoved
 from rlfleet.plan.memory_gate import decide_grants, readings
 from rlfleet.plan.rounds import has_weights
@@ -37,7 +38,11 @@ class Step:
 async def grants_now(ctx: Context, ledger: Ledger, view: PipelineView) -> tuple[Grant, ...]:
     """The trainer's demands, each granted or with what stands in its way."""
     before = grants_of(ledger.status)
-    demands = await ctx.demands(ledger.pipeline)
+    says = await read_demand(ctx, ledger, train=view.sender.train.devices)
+    view.progress = progress_row(says.progress, ledger.status.get("progress"))
+    done = says.progress.completed / says.progress.target if says.progress is not None else None
+    ctx.metrics.progress(ledger.namespace, ledger.name, done)
+    demands = says.demands
     if not demands and not before:
         return ()
     fleet = view.fleet
