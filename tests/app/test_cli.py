@@ -92,9 +92,9 @@ def test_version_and_crds(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert capsys.readouterr().out == f"{__version__}\n"
     assert main(["crds"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("kind: CustomResourceDefinition") == 3
+    assert shown.count("kind: CustomResourceDefinition") == 4
     assert main(["crds", "--output", str(tmp_path)]) == 0
-    assert len(list(tmp_path.glob("*.yaml"))) == 3
+    assert len(list(tmp_path.glob("*.yaml"))) == 4
     for file in tmp_path.iterdir():
         assert file.read_bytes() == (ROOT / "crds" / file.name).read_bytes()
 
