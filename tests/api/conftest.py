@@ -15,7 +15,12 @@ import yaml
 from e2e.cluster.local import ClusterError, LocalCluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
-FILES = {"RLPipeline": "pipeline.yaml", "EnginePool": "pool.yaml", "SyncRound": "round.yaml", "TrainerDemand": "demand.yaml"}
+FILES = {
+    "RLPipeline": "pipeline.yaml",
+    "EnginePool": "pool.yaml",
+    "SyncRound": "round.yaml",
+    "TrainerDemand": "demand.yaml",
+}
 
 Example = Callable[..., dict[str, Any]]
 
