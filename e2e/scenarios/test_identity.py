@@ -11,7 +11,7 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
-from e2e.scenarios.test_deletion import SYNC, at_once, closed, delete, left, message, reason, round_in
+from e2e.scenarios.test_deletion import DISK, SYNC, at_once, closed, delete, left, message, reason, round_in
 from e2e.scenarios.test_rounds import serialized_fleet
 
 pytestmark = pytest.mark.cluster
@@ -215,6 +215,29 @@ def test_a_recovery_that_was_interrupted_closes_nobody(fleet: Fleet, operator: O
     wait_until(lambda: reason(fleet.get("rlpipeline", "p"), "Ready") == "CommittedUnknown", "what is lost to be said")
     assert not any(fleet.paused(p) for p in pods)
     assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.slow
+def test_a_recovery_waits_for_what_still_runs_at_a_gate(fleet: Fleet, operator: Operator) -> None:
+    """Pipeline status and round are lost while an engine loads: nobody decides about it before that has ended."""
+    pods = serialized_fleet(fleet, 2, sync=SYNC)
+    base = fleet.checksum(pods[0])
+    fleet.fault(pods[0], DISK, action="delay", seconds=15, times=1, when="before")
+    fleet.publish(1)
+    name = fleet.order(1)
+    wait_until(lambda: fleet.checksum(pods[1]) != base, "the other one to have loaded, as both were told", every=0.05)
+    operator.kill()
+    fleet.cluster.kubectl(
+        "patch", "syncround", name, "-n", fleet.namespace, "--type=merge", "-p", '{"metadata":{"finalizers":null}}'
+    )
+    delete(fleet, f"syncround/{name}")
+    write_status(fleet, "rlpipeline", "p", None)
+    operator.start()
+    wait_until(lambda: fleet.status("rlpipeline", "p").get("activeOperation"), "the pipeline to be claimed", every=0.05)
+    assert fleet.checksum(pods[0]) == base, "too late to see anything: the load has ended"
+    wait_until(lambda: not fleet.status("rlpipeline", "p").get("activeOperation"), "the slot to be free", every=0.05)
+    assert fleet.checksum(pods[0]) != base, "the slot was freed while the engine still loaded"
+    assert "committed" not in fleet.status("rlpipeline", "p")
 
 
 @pytest.mark.slow

@@ -8,21 +8,25 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, condition, trainer_pod, wait_until
+from e2e.scenarios.kit import Fleet, condition, engine_url, http, trainer_pod, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 from e2e.scenarios.test_transports import FREE, NODE, TRAIN, pinned
 
 pytestmark = pytest.mark.cluster
 
-SYNC = {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 15, "pausedSeconds": 15}}
+SYNC: dict[str, Any] = {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 15, "pausedSeconds": 15}}
 
 
-def broadcast_fleet(fleet: Fleet) -> list[dict[str, Any]]:
+def broadcast_pipeline(fleet: Fleet, sync: dict[str, Any]) -> None:
     fleet.pipeline(
         transport={"mode": "Broadcast", "backend": "gloo"},
         trainer={"gpus": [{"node": NODE, "devices": TRAIN}]},
-        sync=SYNC,
+        sync=sync,
     )
+
+
+def broadcast_fleet(fleet: Fleet, sync: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    broadcast_pipeline(fleet, sync or SYNC)
     fleet.pool(2, backend="torch", placement=pinned(FREE))
     fleet.trainer()
     pods = fleet.ready_engines(2, 240)
@@ -176,6 +180,46 @@ def test_a_stream_of_buckets_whose_trainer_goes_commits_nothing(fleet: Fleet, cl
     # They hold the one and the other: nobody serves before a new trainer has loaded them.
     assert all(fleet.paused(p) for p in fleet.engines())
     recovers(fleet)
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_in_a_dead_rendezvous_keeps_no_round_from_the_others(
+    fleet: Fleet, cluster: LocalCluster
+) -> None:
+    """It counts as unavailable: beyond maxUnavailable the round names it, within that the others go on."""
+    call, deadlines = "init_weights_update_group", {**SYNC["deadlines"], "pausedSeconds": 60}
+    hold = {"deadlines": deadlines, "onFailure": "Hold"}  # it must still be there when the next round is planned
+    stuck, healthy = broadcast_fleet(fleet, sync=hold)
+    name, uid = stuck["metadata"]["name"], stuck["metadata"]["uid"]
+    before = fleet.checksum(healthy)
+    # One joins when the trainer is dead, but before its gate gives up; the other one never does: it is what it was.
+    fleet.fault(stuck, call, action="delay", seconds=5, times=1)
+    fleet.fault(healthy, call, action="http500", times=1)
+    fleet.publish(1)
+    first = fleet.order(1)
+    wait_until(lambda: http("GET", engine_url(stuck) + "/_sim/faults")[1][call]["struck"], "both to be told to join")
+    strike(fleet, cluster, "kill")
+    status = fleet.ended(first)["status"]
+    assert (status["phase"], status["committed"]) == ("Failed", False), status
+    new_trainer(fleet)
+    fleet.publish(2)
+
+    broadcast_pipeline(fleet, sync={**hold, "maxUnavailable": 0})
+    refused = fleet.ended(fleet.order(2))["status"]
+    assert refused["phase"] == "Failed", refused
+    assert (refused["failure"]["stage"], refused["failure"]["reason"]) == ("Planned", "Uncertain"), refused
+    assert f"{name}: it hangs in a rendezvous" in refused["failure"]["message"]
+    assert [fleet.label(healthy), fleet.checksum(healthy), fleet.paused(healthy)] == ["-1", before, False]
+
+    broadcast_pipeline(fleet, sync=hold)
+    done = fleet.ended(fleet.order(2, attempt=2))["status"]
+    assert (done["phase"], done["committed"]) == ("Succeeded", True), done
+    assert [m["engine"] for m in done["plan"]["members"]] == [healthy["metadata"]["name"]]
+    assert done["plan"]["blocked"] == [uid]
+    assert [fleet.label(healthy), fleet.paused(healthy)] == ["2", False]
+    # Nobody is served by it, and it waits, closed, for what heals or replaces it.
+    assert (fleet.paused(stuck), fleet.pod(name)["metadata"]["uid"]) == (True, uid)
+    assert_serves_what_is_committed(fleet)
 
 
 def test_a_replaced_trainer_cannot_change_what_a_version_means(fleet: Fleet) -> None:
