@@ -48,6 +48,7 @@ def test_broken_rules_are_said_at_once_before_any_pod_is_made(fleet: Fleet) -> N
     assert [p["metadata"]["labels"]["rlfleet.dev/pool"] for p in fleet.ready_engines(1)] == ["e"]
 
 
+@pytest.mark.slow
 def test_two_sources_that_disagree_are_named_and_only_serialized_weights_go_on(fleet: Fleet) -> None:
     trainer = {"gpus": [{"node": "hollow-000", "devices": TRAIN}]}
     fleet.pipeline(trainer=trainer)
