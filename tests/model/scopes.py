@@ -86,7 +86,7 @@ LARGE = (
     Scope("large: frozen leader and a message", budget(2, thaw=1, rival=1, delay=1)),
     Scope("large: loads that go wrong, and a message", budget(2, bad=1, crash=1, lost=1)),
     Scope("large: takeovers and messages", budget(3, crash=2, lost=1, duplicate=1, delay=1)),
-    Scope("large: frozen leader", budget(2, thaw=12, rival=1, crash=1, delay=1, lost=1)),
+    Scope("large: frozen leader, five steps", budget(1, thaw=5, rival=1)),
     Scope("large: engines die", budget(2, kill=1, crash=1, delay=1), max_unavailable=1),
     Scope("large: silent gates", budget(2, silence=1, crash=1, delay=1), max_unavailable=1),
     Scope("large: a second round", budget(2, slow=1, crash=1, bad=1), versions=TWO_ROUNDS, on_failure="Hold"),
