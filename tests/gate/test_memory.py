@@ -321,6 +321,9 @@ def test_unreadable_memory_is_unknown_and_never_zero(operator: Operator, node: d
 
 @pytest.mark.parametrize("kind", ["Release", "Wake"])
 def test_sigkill_while_the_engine_is_asked(operator: Operator, engine: Engine, kind: str) -> None:
+    """The proof went before the first release was asked for, so that nothing resumes what may be gone."""
+    operator.serve(Weights.of(5), 5)
+    operator.ok("Pause", attempt=7)
     if kind == "Wake":
         operator.ok("Release")
     path = "release_memory_occupation" if kind == "Release" else "resume_memory_occupation"
