@@ -154,17 +154,18 @@ class SenderLink:
             self.status = None
             self.problem = Reason.parse(e.body.reason.value), str(e)
 
-    async def gone(self) -> bool:
-        """The sender's pod is proven gone (a sender named by URL never is: nothing proves it)."""
-        if self.peer is None or self.by_url:
+    async def gone(self, peer: Peer | None = None) -> bool:
+        """The pod of the sender (of ``peer``) is proven gone; a sender named by URL never is: nothing proves it."""
+        peer = peer or self.peer
+        if peer is None or peer.pod_uid == URL_SENDER:
             return False
         try:
             pod = await self.ctx.kube.at(Priority.ROUND).get(
-                PODS, self.namespace, self.peer.name, timeout=self.ctx.settings.api_timeout
+                PODS, self.namespace, peer.name, timeout=self.ctx.settings.api_timeout
             )
         except NotFound:
             return True
-        return pod["metadata"]["uid"] != self.peer.pod_uid or is_gone(pod)
+        return pod["metadata"]["uid"] != peer.pod_uid or is_gone(pod)
 
     @property
     def host(self) -> str:
@@ -199,7 +200,9 @@ class SenderLink:
 
         ``begun`` is set once the sender says that it runs.
         """
-        assert self.peer is not None
+        # The one that is given the order: whoever watches over the wait looks for the sender anew meanwhile.
+        peer = self.peer
+        assert peer is not None
         self.unheard = True
         op_id = wire.operation_id(caller.operation, step, attempt, incarnation)
         record: wire.OperationRecord | None = None
@@ -208,7 +211,7 @@ class SenderLink:
             try:
                 if record is None:
                     record = await self.ctx.peers.sender_start(
-                        self.peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
+                        peer, caller, incarnation=incarnation, step=step, attempt=attempt, order=order
                     )
                 if record.state is not wire.OperationState.RUNNING:
                     self.unheard = False
@@ -217,13 +220,13 @@ class SenderLink:
                     begun.set()
                 if left <= 0:
                     return record
-                record = await self.ctx.peers.operation(self.peer, caller, op_id, wait=min(left, POLL_SECONDS))
+                record = await self.ctx.peers.operation(peer, caller, op_id, wait=min(left, POLL_SECONDS))
             except Refused as e:
                 # An order of a predecessor still runs there; it ends by itself, within its own deadline.
                 if e.body.reason is not wire.ErrorReason.BUSY or left <= 0:
                     return e
                 await asyncio.sleep(min(0.2, max(0.0, left)))
             except Silent as e:
-                if left <= 0 or await self.gone():
+                if left <= 0 or await self.gone(peer):
                     return e
                 await asyncio.sleep(min(0.5, max(0.0, left)))

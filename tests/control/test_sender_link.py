@@ -1,0 +1,41 @@
+"""An order to the sender is waited for at the sender that was given it, whoever is found to be the sender meanwhile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rlfleet.api import wire
+from rlfleet.control.context import Context, SystemClock
+from rlfleet.control.peers import Caller, Peer
+from rlfleet.control.rounds.sender_link import SenderLink
+
+PEER = Peer("trainer", "uid-1", "http://127.0.0.1:9450")
+CALLER = Caller("p", "round", 5)
+
+
+def record(state: wire.OperationState) -> wire.OperationRecord:
+    return wire.OperationRecord(id="x", kind="Push", operation="round", generation=5, state=state)
+
+
+class Sender:
+    """Runs the order; while it does, somebody who looks for the sender finds none."""
+
+    link: SenderLink
+
+    async def sender_start(self, peer: Peer, caller: Caller, **order: Any) -> wire.OperationRecord:
+        assert peer == PEER
+        self.link.peer = None
+        return record(wire.OperationState.RUNNING)
+
+    async def operation(self, peer: Peer, caller: Caller, op_id: str, *, wait: float) -> wire.OperationRecord:
+        assert peer == PEER
+        return record(wire.OperationState.SUCCEEDED)
+
+
+async def test_an_order_is_waited_for_although_the_sender_is_not_found_any_more() -> None:
+    sender = Sender()
+    link = SenderLink(cast(Context, SimpleNamespace(peers=sender, clock=SystemClock())), "ns", "p", "uid-p")
+    sender.link, link.peer = link, PEER
+    ended = await link.run(CALLER, "Push", 1, None, incarnation="i", deadline=SystemClock().monotonic() + 60)
+    assert ended == record(wire.OperationState.SUCCEEDED)
