@@ -32,8 +32,8 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a trainer that learns (KEEP=1 leaves it running)
-	@KEEP=$(KEEP) $(BIN)/python -m e2e.demo
+demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a trainer that learns (KEEP=1 leaves it running; SCENARIO=colocated: trainer and engines take turns on the same GPUs)
+	@KEEP=$(KEEP) SCENARIO=$(SCENARIO) $(BIN)/python -m e2e.demo
 
 test: $(STAMP) ## all tests that need no root, WORKERS=2 files at a time, each worker with a cluster of its own
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

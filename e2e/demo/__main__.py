@@ -19,12 +19,14 @@ from typing import NoReturn
 
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.programs import BuildError
-from e2e.demo import run
+from e2e.demo import colocated, run
 from e2e.demo.stage import ClusterError, DemoError, Stage
 
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
 MINIMUM_VERSIONS = 4
+VERSIONS = 30
+COLOCATED_VERSIONS = 15
 
 
 class Interrupted(BaseException):
@@ -59,13 +61,20 @@ def _versions(text: str) -> int:
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.demo", description=__doc__)
     for flag, default, text in (
-        ("--versions", 30, "versions to train and sync"),
-        ("--unsynced-versions", 10, "versions of the leg without syncs"),
+        ("--versions", None, f"versions to train and sync (default {VERSIONS}, colocated {COLOCATED_VERSIONS})"),
+        ("--unsynced-versions", "10", "versions of the leg without syncs (default 10)"),
     ):
         variable = "DEMO_" + flag[2:].replace("-", "_").upper()
         parser.add_argument(
-            flag, type=_versions, default=os.environ.get(variable, str(default)), help=f"{text} ({variable}; {default})"
+            flag, type=_versions, default=os.environ.get(variable) or default, help=f"{text}; {variable}"
         )
+    parser.add_argument(
+        "--scenario",
+        choices=("disjoint", "colocated"),
+        default=os.environ.get("SCENARIO") or "disjoint",
+        help="disjoint: two of four engines on devices of their own; colocated: trainer and engines take turns on the "
+        "same ones (SCENARIO; disjoint)",
+    )
     parser.add_argument("--state", type=Path, help="an empty folder for everything (default: a temporary one)")
     parser.add_argument(
         "--keep", action="store_true", default=os.environ.get("KEEP") == "1", help="leave it running (or KEEP=1)"
@@ -85,7 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = EXIT_BROKEN
         try:
-            holds = run.play(stage, options.versions, options.unsynced_versions, say)
+            if options.scenario == "colocated":
+                holds = colocated.play(stage, options.versions or COLOCATED_VERSIONS, say)
+            else:
+                holds = run.play(stage, options.versions or VERSIONS, options.unsynced_versions, say)
             code = 0 if holds else EXIT_BROKEN
         except (DemoError, ClusterError, BuildError, HollowError) as error:
             print(f"\ndemo failed: {error}", file=sys.stderr)

@@ -77,6 +77,28 @@ def synced(stage: Stage, versions: int, say: Say) -> Leg:
     return leg
 
 
+def colocated(stage: Stage, versions: int, say: Say) -> Leg:
+    """Trains on the engines' own devices: the engines sleep for each step. No load beside it, there is nobody awake."""
+    leg = Leg("colocated")
+    stage.apply(MANIFESTS / "router.yaml")
+    stage.config("run", {"router": _router(stage, "router"), "versions": str(versions)})
+    stage.apply(MANIFESTS / "colocated-trainer.yaml")
+    results = stage.volume(_trainer(stage, "trainer"), "results")
+    say("trainer started on the engines' devices; the first round brings the base version and opens the engines")
+    _follow(stage, leg, Follower(results / "progress.jsonl"), versions, say, "trainer", "router")
+    leg.checkpoint = results / "checkpoint"
+    stage.wait("final checkpoint", (leg.checkpoint / "model.safetensors").exists, 90.0, "trainer")
+    return leg
+
+
+def engine_addresses(stage: Stage) -> dict[str, str]:
+    """Pod address of each engine of the pool, by name."""
+    pods: list[Obj] = stage.items("pods", "-l", "rlfleet.dev/pool=engines")
+    if not pods:
+        raise DemoError("the engine pods are gone", stage.logs())
+    return {str(pod["metadata"]["name"]): str(pod["status"]["podIP"]) for pod in pods}
+
+
 def unsynced(stage: Stage, versions: int, say: Say) -> Leg:
     """The second leg: the same training, but only the base version is ever synced."""
     leg = Leg("unsynced")

@@ -7,7 +7,7 @@ import sys
 
 from e2e.cluster.local import ROOT
 from e2e.demo import leg, proof, report
-from e2e.demo.stage import MANIFESTS, NAMESPACE, DemoError, Obj, Say, Stage
+from e2e.demo.stage import MANIFESTS, NAMESPACE, Say, Stage
 
 RBAC = ROOT / "docs/examples/trainer-rbac.yaml"
 _CREATED_SECONDS = 60.0
@@ -37,7 +37,7 @@ def play(stage: Stage, versions: int, unsynced_versions: int, say: Say) -> bool:
     say("asking every engine for its checksum, and one more engine that loads the final weights from disk")
     assert synced.checkpoint is not None
     proven = proof.prove(
-        _engine_addresses(stage), synced.checkpoint, stage.cluster.state / "engine-from-disk.log", stage.environment
+        leg.engine_addresses(stage), synced.checkpoint, stage.cluster.state / "engine-from-disk.log", stage.environment
     )
     proven_text = "equal" if proven.holds else "NOT EQUAL"
     say(f"checksums of {len(proven.engines)} engines and the one from disk: {proven_text}")
@@ -64,7 +64,7 @@ def play(stage: Stage, versions: int, unsynced_versions: int, say: Say) -> bool:
     broken = [c for c in found if not c.holds]
     print(f"\n{'DEMO FAILED: ' + str(len(broken)) + ' promise(s) broken' if broken else 'DEMO OK'}", flush=True)
     if broken:
-        _print_logs(stage)
+        print_logs(stage)
     return not broken
 
 
@@ -89,13 +89,7 @@ def print_keep(stage: Stage) -> None:
     )
 
 
-def _engine_addresses(stage: Stage) -> dict[str, str]:
-    pods: list[Obj] = stage.items("pods", "-l", "rlfleet.dev/pool=engines")
-    if not pods:
-        raise DemoError("the engine pods are gone", stage.logs())
-    return {str(pod["metadata"]["name"]): str(pod["status"]["podIP"]) for pod in pods}
-
-
-def _print_logs(stage: Stage) -> None:
+def print_logs(stage: Stage) -> None:
+    """The last lines of everything that looks wrong."""
     for title, lines in stage.logs():
         print(f"--- {title}", *lines, sep="\n    ", file=sys.stderr)

@@ -6,8 +6,10 @@ Invariant: a version counts as synced only when the client's round says so for e
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +17,11 @@ from torch import Tensor
 from rlfleet.client import Client, ClientError
 from rlfleet.sender import SenderError, WeightSender
 
+from .device.ledger import Account, visible
 from .loop import SyncError
+
+#: What the trainer takes of each of its (simulated) GPUs for a step: more than is free beside an engine that is awake.
+TRAIN_BYTES = 60 << 30
 
 
 class Fleet:
@@ -38,6 +44,7 @@ class Fleet:
         timeout: float,
     ) -> None:
         self._client = Client(namespace, pipeline, kubeconfig=kubeconfig)
+        self._memory = Account(visible(os.environ), "trainer")
         self._sender = WeightSender(
             host, port, pod_uid=pod_uid, public_keys=self._client.public_keys, bucket_bytes=bucket_bytes
         )
@@ -75,3 +82,16 @@ class Fleet:
             "transports": dict(result.transports),
             "bytes": result.bytes,
         }
+
+    @contextmanager
+    def train_gpus(self, step: int) -> Iterator[None]:
+        """GPUs that engines use too, for one step: the engines sleep, the trainer really takes the memory.
+
+        DeviceOutOfMemory when an engine still has it.
+        """
+        with self._client.train_gpus(step, timeout=self._timeout):
+            self._memory.add(TRAIN_BYTES)
+            try:
+                yield
+            finally:
+                self._memory.add(-TRAIN_BYTES)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -64,10 +65,13 @@ def train(
     publish: Publish,
     progress: IO[str],
     checkpoint: Path | None = None,
+    *,
+    step: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> list[float]:
     """Run the loop; returns the mean reward per step. One JSON line per version goes to ``progress``.
 
-    ``checkpoint``: folder to create with the final weights, as an engine's ``--model`` takes it.
+    ``checkpoint``: folder to create with the final weights, as an engine's ``--model`` takes it. ``step``: entered with
+    the version before it is trained, left when it is committed; engines may be asleep in between.
     """
     config = MODELS[settings.model]
     policy = Policy(config, seed=settings.seed, learning_rate=settings.learning_rate)
@@ -89,32 +93,36 @@ def train(
         rolled_out = time.monotonic()
         _only(held, samples)
         worst = history.check(samples, settings.tolerance)
-        result = policy.learn(samples)
-        curve.append(result.mean_reward)
-        line: dict[str, Any] = {
-            "version": version,
-            "sampledFrom": held,
-            "meanReward": result.mean_reward,
-            "loss": result.loss,
-            "logprobMaxDiff": worst,
-            "rollouts": len(samples),
-            "rolloutSeconds": rolled_out - began,
-            "trainSeconds": time.monotonic() - rolled_out,
-        }
-        if settings.sync:
-            history.add(str(version), policy.weights())
-            crossing = rollouts.submit(prompts(rng, settings.carried, config.vocab_size), settings.carried_tokens)
-            before_sync = time.monotonic()
-            line["sync"] = publish(version, policy.weights())
-            line["syncSeconds"] = time.monotonic() - before_sync
-            held = version
-            carried = crossing.result()
-            line["carried"] = {
-                "rollouts": len(carried),
-                "crossing": sum(len(s.spans) > 1 for s in carried),
-                "retracted": sum(s.retractions > 0 for s in carried),
-                "logprobMaxDiff": history.check(carried, settings.tolerance),
+        with step(version):
+            entered = time.monotonic()
+            result = policy.learn(samples)
+            curve.append(result.mean_reward)
+            line: dict[str, Any] = {
+                "version": version,
+                "sampledFrom": held,
+                "meanReward": result.mean_reward,
+                "loss": result.loss,
+                "logprobMaxDiff": worst,
+                "rollouts": len(samples),
+                "rolloutSeconds": rolled_out - began,
+                "gpuSeconds": entered - rolled_out,
+                "trainSeconds": time.monotonic() - entered,
             }
+            if settings.sync:
+                history.add(str(version), policy.weights())
+                crossing = rollouts.submit(prompts(rng, settings.carried, config.vocab_size), settings.carried_tokens)
+                before_sync = time.monotonic()
+                line["sync"] = publish(version, policy.weights())
+                line["syncSeconds"] = time.monotonic() - before_sync
+                held = version
+                if carried := crossing.result():
+                    line["carried"] = {
+                        "rollouts": len(carried),
+                        "crossing": sum(len(s.spans) > 1 for s in carried),
+                        "retracted": sum(s.retractions > 0 for s in carried),
+                        "logprobMaxDiff": history.check(carried, settings.tolerance),
+                    }
+        rollouts.wait_serving(prompts(rng, 1, config.vocab_size)[0], settings.serving_seconds)
         report(line)
         print(
             f"version {version:3d}  reward {result.mean_reward:.3f}  loss {result.loss:+.4f}  "

@@ -14,7 +14,7 @@ import argparse
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from .loop import Settings, SyncError, train
@@ -39,6 +39,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=defaults.batch)
     parser.add_argument("--carried", type=int, default=defaults.carried, help="long rollouts across each sync")
     parser.add_argument("--carried-tokens", type=int, default=defaults.carried_tokens)
+    parser.add_argument(
+        "--colocated", action="store_true", help="train on the GPUs of the engines, which sleep for each step"
+    )
     parser.add_argument("--no-sync", action="store_true", help="engines keep the base version")
     parser.add_argument("--sync-timeout", type=float, default=300.0, help="seconds one sync may take")
     parser.add_argument("--base-timeout", type=float, default=300.0, help="seconds the first sync may take")
@@ -60,7 +63,7 @@ def main() -> int:
         seed=arguments.seed,
         model=arguments.model,
         batch=arguments.batch,
-        carried=arguments.carried,
+        carried=0 if arguments.colocated else arguments.carried,
         carried_tokens=arguments.carried_tokens,
         sync=not arguments.no_sync,
     )
@@ -84,7 +87,8 @@ def main() -> int:
             )
             rollouts = stack.enter_context(RolloutClient(arguments.router))
             progress = stack.enter_context(arguments.progress.open("a"))
-            curve = train(settings, rollouts, fleet.publish, progress, arguments.checkpoint)
+            step = fleet.train_gpus if arguments.colocated else nullcontext
+            curve = train(settings, rollouts, fleet.publish, progress, arguments.checkpoint, step=step)
             if curve:
                 print(f"mean reward: first {curve[0]:.3f}, last {curve[-1]:.3f}", flush=True)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # all steps are done
