@@ -141,8 +141,8 @@ def describe(line: dict[str, Any]) -> str:
         return f"{text}   not synced"
     timings = line["sync"].get("timings", {})
     transports = ", ".join(f"{count} {name.lower()}" for name, count in sorted(line["sync"]["transports"].items()))
-    took, paused = timings.get("totalMs", "?"), timings.get("pausedMs", "?")
-    return f"{text}   round {took:>5} ms   paused {paused:>5} ms   {transports}"
+    took, paused = timings.get("totalMs", "?"), timings.get("pausedMs", "-")
+    return f"{text}   round {took:>5} ms   paused {paused:>5} ms   {transports or 'all engines asleep'}"
 
 
 def _end_load(stage: Stage) -> dict[str, Any]:

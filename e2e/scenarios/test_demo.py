@@ -85,6 +85,22 @@ def test_make_demo_keeps_its_promises_and_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_the_colocated_demo_keeps_its_promises_and_cleans_up(tmp_path: Path) -> None:
+    words = ("make", "--old-file=.venv/.installed", "demo", "SCENARIO=colocated")
+    with _start(tmp_path, *words, DEMO_VERSIONS="") as process:
+        output, _ = process.communicate(timeout=450)
+    assert process.returncode == 0, output
+    assert "SIMULATED" in output
+    promises = re.findall(r"^(ok|FAIL) +(.*)$", output, re.MULTILINE)
+    assert len(promises) == 6
+    assert all(verdict == "ok" for verdict, _ in promises), output
+    assert "DEMO OK" in output
+    assert _left_behind(tmp_path) == []
+
+
+@pytest.mark.cluster
 @pytest.mark.timeout(480)
 def test_a_broken_promise_fails_the_demo_and_keep_leaves_a_fleet_to_look_at(tmp_path: Path) -> None:
     # Four versions are too few for the reward to rise: that promise breaks, the others hold.

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"", "bash", "python"}
 #: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
-_README = ["make demo\n", "make test\n"]
+_README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
 _KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
 
 

@@ -31,8 +31,8 @@ from tests.fault.stand import Stand
 LIMIT_SECONDS = 240.0
 KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER)
 #: Writes that one fault may cost beyond those of the undisturbed run: the one that is repeated, a new claim with the
-#: barrier's writes, and the phases of a round that starts over.
-EXTRA_WRITES = 24
+#: barrier's writes, the phases of a round that starts over, and those of the CatchUp for whom that round left behind.
+EXTRA_WRITES = 40
 #: A scenario's sweep that made so many stands in vain is given up: what it finds is one and the same trouble.
 MOST_BAD = 8
 

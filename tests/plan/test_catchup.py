@@ -268,6 +268,23 @@ def test_what_is_forgotten() -> None:
     assert left == (counted(e, 2),)
 
 
+def test_an_engine_that_is_put_to_sleep_after_it_caught_up_begins_anew() -> None:
+    def woken(of: str, **load_: bool) -> Engine:
+        slept = load(of, verified=True, published=load_.get("published", True))
+        return fresh(loads=(slept.model_copy(update={"released": load_.get("released", True)}),))
+
+    count_ = replace(counted(fresh(), ALLOWANCE), round="r-last")
+    e = woken("r-last")
+    assert attempts([count_], e) == 0
+    assert opened(plan(e, counts=[count_])) == ["e-0"]
+    anew, _ = count([count_], [e], round_uid="r-new", version=8, present={e.name: e}, committed=COMMITTED)
+    assert [c.attempts for c in anew] == [1]
+    # What it was not proven to hold, what was not taken from it on purpose, and what another round did, stay counted.
+    for other in (woken("r-last", published=False), woken("r-last", released=False), woken("r-before")):
+        assert attempts([count_], other) == ALLOWANCE
+        assert plan(other, counts=[count_]).replace == ("e-0",)
+
+
 def test_the_list_is_bounded_and_nobody_is_touched_uncounted() -> None:
     well = [fresh(f"w-{i:03}", holds=(7, DIGEST_A)) for i in range(MAX_COUNTED)]
     e = fresh("e-0")

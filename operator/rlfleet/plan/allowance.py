@@ -2,8 +2,9 @@
 
 Invariants:
 - attempts of one engine process only add up, whatever went wrong and whoever counts; a round counts once;
-- a count is forgotten with its process, or once the process is proven at another version than that of its latest
-  attempt: it has come through a Refresh since;
+- a count is forgotten with its process, once the process is proven at another version than that of its latest attempt
+  (it has come through a Refresh since), or when it was put to sleep after that attempt had succeeded: what it does not
+  hold any more was taken from it;
 - the list of a pool is bounded: engines that are well make room first, and who finds no room is not tried.
 """
 
@@ -42,9 +43,17 @@ def caught_up(e: Engine, committed: Committed | None) -> bool:
     return known is None or found is None or found == known
 
 
+def slept_since(c: Count, e: Engine) -> bool:
+    """The gate proves that the latest attempt ended well, and that the engine was put to sleep after it."""
+    return e.status is not None and any(
+        load.operation == c.round and load.published and load.released for load in e.status.loads
+    )
+
+
 def attempts(counts: Iterable[Count], e: Engine) -> int:
-    """Attempts on this engine process so far."""
-    return sum(c.attempts for c in counts if (c.engine, c.incarnation) == (e.name, e.incarnation))
+    """Attempts on this engine process so far, those that are to be forgotten left out."""
+    mine = [c for c in counts if (c.engine, c.incarnation) == (e.name, e.incarnation)]
+    return sum(c.attempts for c in mine if not slept_since(c, e))
 
 
 def spent(counts: Iterable[Count], e: Engine) -> bool:
@@ -93,7 +102,7 @@ def _forgotten(c: Count, present: Mapping[str, Engine], committed: Committed) ->
         return True
     if e.incarnation and e.incarnation != c.incarnation:
         return True
-    return committed.version != c.version and caught_up(e, committed)
+    return slept_since(c, e) or (committed.version != c.version and caught_up(e, committed))
 
 
 def _evictable(
