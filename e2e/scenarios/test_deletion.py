@@ -46,15 +46,15 @@ def round_in(fleet: Fleet, phase: str, pods: list[dict[str, Any]]) -> Any:
         name = fleet.order(1)  # the sender does not hold it
     else:
         if phase == "Quiescing":
-            fleet.fault(pods[0], "pause_generation", action="delay", seconds=2, times=1)
+            fleet.fault(pods[0], "pause_generation", action="delay", seconds=6, times=1)
         elif phase == "Transferring":
-            fleet.fault(pods[0], DISK, action="delay", seconds=3, times=1, when="before")
+            fleet.fault(pods[0], DISK, action="delay", seconds=6, times=1, when="before")
         elif phase == "Committed":
-            fleet.fault(pods[0], "continue_generation", action="delay", seconds=2, times=1)
+            fleet.fault(pods[0], "continue_generation", action="delay", seconds=5, times=1)
         elif phase == "Holding":
             frozen = pods[0]["metadata"]["name"]
             hollow.freeze(fleet.namespace, frozen, "gate")
-        fleet.publish(1, bulk=128 if phase == "Staging" else 0)
+        fleet.publish(1, bulk=384 if phase == "Staging" else 0)
         name = fleet.order(1)
     try:
         wait_until(lambda: fleet.phase(name) == phase, phase, every=0.02)

@@ -130,6 +130,8 @@ def test_a_leader_whose_validity_is_nearly_over_sends_nothing_to_gates_and_route
     name = loading(pair, RENEW_SECONDS - 7.0)
     whose = leader.proxy.name
     leader.proxy.strike(Rule(lambda c: c.plural == "leases", Fault.BUSY, times=0))
+    # One that was on its way may still have succeeded; the one that is refused comes after it.
+    wait_until(leader.proxy.fired.is_set, "a renewal to be refused", 30, every=0.05)
     right_ends = max(c.began for c in renewals(pair, 0) if c.who == whose) + 0.9 * RENEW_SECONDS
     wait_until(lambda: time.monotonic() > right_ends - 8, "its right to act to be nearly over", 60, every=0.05)
     for pod in frozen:
