@@ -168,7 +168,7 @@ def test_idle_fleet_writes_nothing(fleet: Fleet) -> None:
         before, seen = seen, fleet.get("enginepool", "e")["metadata"]["resourceVersion"]
         return bool(before == seen)
 
-    wait_until(quiet, "the pool's status to settle", every=3)
+    wait_until(quiet, "the pool's status to settle", every=6)
     mark = fleet.cluster.audit_mark()
     time.sleep(10)  # the observation itself: ten polls, each of which could have written
     # Other tests' namespaces may still be on their way out.

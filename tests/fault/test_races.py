@@ -113,9 +113,11 @@ def test_a_pipeline_deleted_in_a_round_leaves_no_round_behind(fleet: Fleet, clus
 def test_two_operators_at_once_harm_nobody(
     fleet: Fleet, operator: Operator, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    pods = serialized_fleet(fleet, 2)
+    # Long enough for an operator to start on a busy machine while the engines load.
+    deadlines = {"pendingSeconds": 20, "stagingSeconds": 20, "pausedSeconds": 60}
+    pods = serialized_fleet(fleet, 2, sync={"deadlines": deadlines})
     for pod in pods:
-        fleet.fault(pod, DISK, action="delay", seconds=6, times=1, when="before")
+        fleet.fault(pod, DISK, action="delay", seconds=15, times=1, when="before")
     name = started(fleet, 1, "Transferring")
     before = fleet.status("rlpipeline", "p")["fence"]
     second = Operator(cluster, tmp_path / "second")
