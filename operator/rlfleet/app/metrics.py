@@ -117,33 +117,15 @@ class OperatorMetrics:
     def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
         """Engines of a pool by state; no counts: the pool is gone."""
         for state in _STATES:
-            if counts:
-                self._engines.labels(namespace, pool, state).set(counts.get(state, 0))
-            else:
-                try:
-                    self._engines.remove(namespace, pool, state)
-                except KeyError:
-                    pass  # a pool that never had a series
+            _set(self._engines, (namespace, pool, state), counts.get(state, 0) if counts else None)
 
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
         """Leaked rendezvous ports of a pipeline; None: the pipeline is gone."""
-        if count is not None:
-            self._leaks.labels(namespace, pipeline).set(count)
-            return
-        try:
-            self._leaks.remove(namespace, pipeline)
-        except KeyError:
-            pass  # a pipeline that never had a series
+        _set(self._leaks, (namespace, pipeline), count)
 
     def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
         """Progress of a pipeline's rollouts; None: its trainer reports none, or the pipeline is gone."""
-        if ratio is not None:
-            self._progress.labels(namespace, pipeline).set(ratio)
-            return
-        try:
-            self._progress.remove(namespace, pipeline)
-        except KeyError:
-            pass  # a pipeline that never had a series
+        _set(self._progress, (namespace, pipeline), ratio)
 
     def write(self, resource: str) -> None:
         """A reconciler wrote."""
@@ -202,3 +184,14 @@ class OperatorMetrics:
         self._depth.set(depth)
         self._running.set(running)
         self._oldest.set(oldest_seconds)
+
+
+def _set(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
+    """Set one series; None removes it, whether it was there or not."""
+    if value is not None:
+        gauge.labels(*labels).set(value)
+        return
+    try:
+        gauge.remove(*labels)
+    except KeyError:
+        pass  # whose series never was
