@@ -160,10 +160,11 @@ def test_idle_fleet_writes_nothing(fleet: Fleet) -> None:
     fleet.pool(2)
     fleet.ready_engines(2)
     counted(fleet, loading=2)
-    seen = fleet.get("enginepool", "e")["metadata"]["resourceVersion"]
+    seen = ""
 
     def quiet() -> bool:
-        # The last writes of coming up are over when one whole poll changes nothing any more.
+        # The last writes of coming up are over when nothing changes from one look to the next. The first look only
+        # begins the interval: it must not be compared with a value read in the same instant.
         nonlocal seen
         before, seen = seen, fleet.get("enginepool", "e")["metadata"]["resourceVersion"]
         return bool(before == seen)
