@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.control.elastic.memory import PAUSE_MAX_SECONDS, ElasticMemory
 from rlfleet.control.pool_elastic import facts_for_conditions, sleepers
 from rlfleet.control.pool_memory import PoolMemory

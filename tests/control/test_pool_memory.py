@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.control.pool_memory import FAILURE_PAUSE_MAX, PoolMemory
 from rlfleet.control.silence import SECONDS
 from tests.plan.pool_kit import fact

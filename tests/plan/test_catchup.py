@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import MAX_COUNTED
+from rlfleet.api.v1alpha1.enginepool_status import MAX_COUNTED
 from rlfleet.plan.allowance import ALLOWANCE, Count, attempts, caught_up, count, note, spent
 from rlfleet.plan.catchup import (
     BATCH,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import DeviceReport, MemoryTag
 from rlfleet.plan.elastic import GIB
 from rlfleet.plan.lifecycle import Derived, Sleep, derive

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, MemoryTag, OperationState
 from rlfleet.plan.lifecycle import TRANSITIONS, Closed, Derived, Sleep, derive, pod_fact, refuse

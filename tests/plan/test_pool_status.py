@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EnginePoolStatus, EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EnginePoolStatus, EngineState
 from rlfleet.plan.lifecycle import Derived, derive
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.pool_status import Observed, Problem, build_status, ranges

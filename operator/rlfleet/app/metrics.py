@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rlfleet import __version__
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.v1alpha1.syncround_status import RefusalReason
 
 _PHASE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

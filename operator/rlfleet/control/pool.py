@@ -17,7 +17,7 @@ from typing import Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import PipelineCondition, Reason, find_condition
 from rlfleet.api.timestamps import rfc3339
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.control import pool_gates, pool_pods, routers
 from rlfleet.control.context import Context
 from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.v1alpha1.rlpipeline_status import OperationKind
 from rlfleet.control.elastic.memory import ElasticMemory
 from rlfleet.control.pool_memory import PoolMemory

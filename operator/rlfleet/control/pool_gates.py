@@ -16,7 +16,7 @@ from typing import Any
 
 from rlfleet.api import labels, naming
 from rlfleet.api.fencing import MAX_AHEAD_MS
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import EnrollRequest, GateStatus
 from rlfleet.control.context import Context
 from rlfleet.control.peers import Peer, PeerError, Refused, fan_out

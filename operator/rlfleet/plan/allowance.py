@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import MAX_COUNTED
+from rlfleet.api.v1alpha1.enginepool_status import MAX_COUNTED
 from rlfleet.plan.rounds import Committed, Engine, layout_of
 from rlfleet.plan.verdicts import at_committed
 

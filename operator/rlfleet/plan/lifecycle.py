@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.asleep import is_offloaded, is_touched

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import GateStatus
 from rlfleet.plan.elastic import DEFAULT_RESIDUAL_GIB, GIB
 from rlfleet.plan.lifecycle import Derived, PodFact

@@ -16,7 +16,7 @@ from typing import Any, Final
 from rlfleet.api import labels, naming
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
-from rlfleet.api.v1alpha1.enginepool import EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.plan.pool_elastic import Elastic, Row, Verdict, elastic_conditions
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.topology import assigned_evidence, identify, report_evidence

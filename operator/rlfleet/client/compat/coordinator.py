@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlfleet.api.v1alpha1 import EnginePool
-from rlfleet.api.v1alpha1.enginepool import EngineEntry, EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineEntry, EngineState
 from rlfleet.client import errors
 from rlfleet.client.client import Client
 from rlfleet.client.compat import environment as env
