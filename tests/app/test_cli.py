@@ -116,6 +116,28 @@ def test_gate_command_loads_no_operator_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("missing", "words", "code", "says"),
+    [("typer", ["status"], 2, "pip install 'rlfleet[cli]'"), ("typer", ["version"], 0, ""), ("kopf", ["-h"], 0, "")],
+)
+def test_the_extra_is_asked_for_where_it_is_needed_only(missing: str, words: list[str], code: int, says: str) -> None:
+    program = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "from rlfleet.app import cli\n"
+        f"code = cli.main({words!r})\n"
+        "assert not {m for m in sys.modules if m.startswith(('rlfleet.control', 'rlfleet.kube'))}\n"
+        "raise SystemExit(code)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_taken_address_for_probes_ends_the_operator_with_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -28,6 +28,10 @@ DEVICES: Final = f"{GROUP}/devices"
 SLOT: Final = f"{GROUP}/slot"
 #: Annotation on the ResourceClaim of a train block: hash of the block that it was made from.
 BLOCK_HASH: Final = f"{GROUP}/block-hash"
+#: Annotation on engine pods, by a person: keep this engine out of service; the value says why.
+QUARANTINE: Final = f"{GROUP}/quarantine"
+#: Characters of it that are shown.
+MAX_QUARANTINE_REASON: Final = 200
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 
@@ -44,3 +48,5 @@ POOL_MANAGER: Final = "rlfleet-pool"
 ROUND_MANAGER: Final = "rlfleet-round"
 #: The trainer's SDK, which creates SyncRounds.
 CLIENT_MANAGER: Final = "rlfleet-client"
+#: A person at the command line.
+CLI_MANAGER: Final = "rlfleet-cli"

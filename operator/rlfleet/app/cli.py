@@ -1,17 +1,38 @@
 """The ``rlfleet`` command (also ``kubectl rlfleet``).
 
-Invariant: a subcommand imports what it needs when it runs: ``rlfleet gate`` in an engine pod loads no operator code.
+Invariant: a subcommand imports what it needs when it runs: ``rlfleet gate`` in an engine pod loads no operator code,
+and the user's commands (rlfleet.cli, extra ``cli``) load neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+#: Commands of the processes in pods; all others are the user's.
+OWN = frozenset({"operator", "gate", "crds", "version"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code (2: wrong usage or settings)."""
+    wanted = list(sys.argv[1:] if argv is None else argv)
+    if wanted[:1] and wanted[0] in OWN:
+        return _own(wanted)
+    try:
+        from rlfleet.cli import app
+    except ModuleNotFoundError as e:
+        if e.name not in ("typer", "rich", "click", "shellingham"):
+            raise
+        what = f"{wanted[0]!r}" if wanted else "this"
+        print(f"rlfleet: {what} needs the command line's extra: pip install 'rlfleet[cli]'", file=sys.stderr)
+        return 2
+    plugin = os.path.basename(sys.argv[0]).startswith("kubectl-")
+    return app.run(wanted, "kubectl rlfleet" if plugin else "rlfleet")
+
+
+def _own(wanted: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlfleet", description="Keeps RL inference fleets on the right weights.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     operator = commands.add_parser("operator", help="run the operator (flags; environment in parentheses)")
@@ -19,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     crds = commands.add_parser("crds", help="print the CustomResourceDefinitions as YAML")
     crds.add_argument("--output", metavar="DIRECTORY", help="write one file per kind instead")
     commands.add_parser("version", help="print the version")
-    wanted = list(sys.argv[1:] if argv is None else argv)
     if wanted[:1] == ["operator"]:
         from rlfleet.app import settings
 

@@ -1,0 +1,203 @@
+"""Commands that change something: sync, cancel, drain, wake, quarantine, release.
+
+Invariant: each writes one declarative thing through the apiserver and says what the operator will make of it; none
+touches an engine, a gate or a status.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from rlfleet.api import labels
+from rlfleet.cli import options
+from rlfleet.cli.cluster import Cluster, Obj
+from rlfleet.cli.failures import CliError, Exit, explained
+from rlfleet.cli.output import Format, console, document, dump, show
+from rlfleet.client import Client, errors
+from rlfleet.show.facts import duration, version_text
+
+#: Seconds in which a sync that is not waited for must at least be made.
+ORDER_SECONDS = 10.0
+
+
+def sync(
+    pipeline: options.PipelineArgument,
+    version: Annotated[
+        int | None,
+        typer.Option("--version", min=-1, metavar="N", help="Version; default: the newest that the sender holds."),
+    ] = None,
+    digest: Annotated[
+        str | None,
+        typer.Option("--digest", metavar="DIGEST", help="Manifest digest that it must have; needed with checkpoints."),
+    ] = None,
+    retries: Annotated[int, typer.Option("--retries", min=0, metavar="N", help="New tries after one that failed.")] = 0,
+    rollback: Annotated[bool, typer.Option("--rollback", help="A version below the committed one is meant.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="Seconds to wait; the round goes on.")
+    ] = 1800.0,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the end of the round.")] = True,
+    namespace: options.NamespaceOption = None,
+    output: options.OutputOption = Format.TABLE,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Bring a version that the sender holds into all engines, as the trainer's client.sync does."""
+    err = console(err=True)
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        home = cluster.home()
+        if version is None:
+            ready = (cluster.get("rlpipelines", pipeline).get("status") or {}).get("cacheReady")
+            if not ready:
+                raise CliError(
+                    f"RLPipeline {home}/{pipeline} reports no complete weights at its sender: publish some, or name a "
+                    "--version (with checkpoints: --version and --digest)"
+                )
+            version = int(ready["version"])
+    last = ["", ""]
+
+    def say(phase: str, detail: str) -> None:
+        if [phase, detail] != last:
+            last[:] = [phase, detail]
+            err.print(f"{phase}: {detail}" if detail else phase)
+
+    with explained(), Client(home, pipeline, kubeconfig, context=context) as client:
+        try:
+            done = client.sync(
+                version,
+                manifest_digest=digest,
+                retries=retries,
+                allow_rollback=rollback,
+                timeout=timeout if wait else ORDER_SECONDS,
+                sender_timeout=ORDER_SECONDS,
+                on_progress=say if wait else None,
+            )
+        except errors.SyncTimeout as e:
+            if wait or e.round is None:
+                raise
+            if output in (Format.JSON, Format.YAML):
+                dump({"version": version, "round": e.round, "phase": e.phase}, output)
+            else:
+                show(f"syncround/{e.round} asked for; see: rlfleet round show {e.round} -n {home}")
+            return
+    if output in (Format.JSON, Format.YAML):
+        dump(document(done), output)
+    elif done.already_committed:
+        show(f"{version_text(version)} is committed already: nothing was asked for")
+    else:
+        total = duration(done.timings.get("totalMs"))
+        paused = duration(done.timings.get("pausedMs"))
+        show(f"{version_text(version)} is served: round {done.round}, {total}, engines paused for {paused}")
+
+
+def cancel(
+    name: options.RoundArgument,
+    namespace: options.NamespaceOption = None,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Ask a running round to stop (spec.cancel). It acts until engines load; after that what they hold decides."""
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        outcome = (cluster.get("syncrounds", name).get("status") or {}).get("outcome")
+        if outcome:
+            raise CliError(f"SyncRound {cluster.home()}/{name} has ended ({outcome}): there is nothing to cancel")
+        cluster.merge("syncrounds", name, {"spec": {"cancel": True}})
+        home = cluster.home()
+    show(f"syncround/{name}: cancel asked for; its end: rlfleet round show {name} -n {home}")
+
+
+def drain(
+    pool: options.PoolArgument,
+    to: Annotated[int, typer.Option("--to", min=0, max=1024, metavar="N", help="Engines that stay awake.")] = 0,
+    namespace: options.NamespaceOption = None,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Let engines of a pool finish their requests and give up their GPUs (spec.active)."""
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        spec = cluster.get("enginepools", pool)["spec"]
+        if to >= int(spec.get("replicas", 1)):
+            raise CliError(
+                f"EnginePool {cluster.home()}/{pool} has spec.replicas {spec.get('replicas', 1)}: --to {to} would put "
+                "nobody to sleep; give a smaller number",
+                Exit.USAGE,
+            )
+        cluster.merge("enginepools", pool, {"spec": {"active": to}})
+        how = _how(spec)
+    show(f"enginepool/{pool}: at most {to} engines stay awake; the others {how}. Undo: rlfleet wake {pool}")
+
+
+def wake(
+    pool: options.PoolArgument,
+    to: Annotated[
+        int | None,
+        typer.Option("--to", min=1, max=1024, metavar="N", help="Engines that are to be awake; default: all."),
+    ] = None,
+    namespace: options.NamespaceOption = None,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Take back a drain: engines wake and serve once they hold the committed version (spec.active)."""
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        cluster.get("enginepools", pool)
+        cluster.merge("enginepools", pool, {"spec": {"active": to}})
+    show(f"enginepool/{pool}: {'all' if to is None else f'up to {to}'} engines are to be awake")
+
+
+def _how(spec: Obj) -> str:
+    placement = (spec.get("placement") or {}).get("mode", "Scheduler")
+    shrink = spec.get("shrink") or ("Delete" if placement == "Scheduler" else "Offload")
+    return "lose their pods (spec.shrink Delete)" if shrink == "Delete" else "sleep and release their device memory"
+
+
+def quarantine(
+    engine: options.EngineArgument,
+    reason: Annotated[str, typer.Option("--reason", "-r", metavar="TEXT", help="Why; shown to everybody.")] = "",
+    namespace: options.NamespaceOption = None,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Take one engine out of service and keep it so: closed, out of every router, member of no round."""
+    text = reason.strip() or f"by {os.environ.get('USER') or 'a person'} at the command line"
+    if len(text) > labels.MAX_QUARANTINE_REASON:
+        raise CliError(f"--reason has {len(text)} characters, at most {labels.MAX_QUARANTINE_REASON} fit", Exit.USAGE)
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        _annotate(cluster, engine, text)
+        home = cluster.home()
+    show(f"pod/{engine}: quarantined; the operator closes it between rounds. Undo: rlfleet release {engine} -n {home}")
+
+
+def release(
+    engine: options.EngineArgument,
+    namespace: options.NamespaceOption = None,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Take back a quarantine: the engine serves again once it is proven to hold the committed version."""
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        pod = _annotate(cluster, engine, None)
+    marked = labels.QUARANTINE in (pod["metadata"].get("annotations") or {})
+    what = "released; it opens once it holds the committed version" if marked else "was not quarantined by a person"
+    show(f"pod/{engine}: {what}")
+
+
+def _annotate(cluster: Cluster, engine: str, text: str | None) -> Obj:
+    """Set or remove the annotation; the pod as it was before."""
+    try:
+        pod = cluster.get("pods", engine)
+    except CliError as e:
+        if e.code is Exit.NOT_FOUND:
+            raise CliError(
+                f"there is no pod {engine!r} in namespace {cluster.home()!r}: engines are named as rlfleet status "
+                "shows them",
+                Exit.NOT_FOUND,
+            ) from e
+        raise
+    if labels.POOL not in (pod["metadata"].get("labels") or {}):
+        raise CliError(f"pod {cluster.home()}/{engine} is no engine of an EnginePool: see rlfleet status", Exit.USAGE)
+    # The resourceVersion: what was looked at is what is changed, not a later pod of the name.
+    meta = {"resourceVersion": pod["metadata"]["resourceVersion"], "annotations": {labels.QUARANTINE: text}}
+    cluster.merge("pods", engine, {"metadata": meta})
+    return pod

@@ -1,0 +1,75 @@
+"""How commands speak: tables for people, JSON and YAML for programs; with and without colour, wide or narrow.
+
+Invariants:
+- documents (-o json, -o yaml) go to standard output alone; hints and progress go to standard error;
+- nothing is cut off where the output is no terminal, so that it can be searched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+#: Width of what is written to a file or a pipe, unless COLUMNS says otherwise.
+PIPE_WIDTH = 200
+
+
+class Format(StrEnum):
+    """Formats of -o."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def console(*, err: bool = False) -> Console:
+    """Where to write. Colour only on a terminal, never with NO_COLOR."""
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)
+
+
+def show(what: RenderableType) -> None:
+    """Print for people; without the blanks at line ends that a terminal does not show anyway."""
+    screen = console()
+    if screen.is_terminal:
+        screen.print(what)
+        return
+    with screen.capture() as text:
+        screen.print(what)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
+
+
+def document(value: Any) -> Any:
+    """Dataclasses as plain JSON values, in camelCase; properties are not part of it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {_camel(f.name): document(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): document(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [document(v) for v in value]
+    return value
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(w.title() for w in rest)
+
+
+def dump(value: Any, form: Format) -> None:
+    """Write a document as JSON or YAML."""
+    plain = document(value)
+    if form is Format.YAML:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120))
+    else:
+        sys.stdout.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")

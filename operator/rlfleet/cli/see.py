@@ -1,0 +1,146 @@
+"""Commands that show: status, rounds, round show, topology. They read and change nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.live import Live
+
+from rlfleet.cli import options, tables
+from rlfleet.cli.cluster import Cluster
+from rlfleet.cli.failures import CliError
+from rlfleet.cli.output import Format, console, document, dump, show
+from rlfleet.show import rounds as round_view
+from rlfleet.show.fleet import Pipeline, fleet
+from rlfleet.show.topology import topology as places_of
+
+_SECONDS = Annotated[
+    float,
+    typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Seconds between two looks of --watch."),
+]
+
+
+def status(
+    pipeline: options.OnePipelineArgument = None,
+    namespace: options.NamespaceOption = None,
+    everywhere: options.EverywhereOption = False,
+    output: options.OutputOption = Format.TABLE,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
+    interval: _SECONDS = 2.0,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Show pipelines, pools and engines: state, version, fence, transport, GPUs, and what is wrong."""
+    with options.cluster(kubeconfig, context, namespace, everywhere=everywhere) as cluster:
+        if not watch:
+            found = _fleet(cluster, pipeline)
+            _show(found, output)
+            return
+        _watch(cluster, pipeline, output, interval)
+
+
+def _fleet(cluster: Cluster, pipeline: str | None) -> tuple[Pipeline, ...]:
+    found = fleet(cluster.list("rlpipelines"), cluster.list("enginepools"), cluster.list("syncrounds"))
+    if pipeline is None:
+        return found
+    chosen = tuple(p for p in found if p.name == pipeline)
+    if not chosen:
+        cluster.get("rlpipelines", pipeline)  # says that it is not there, and where we looked
+    return chosen
+
+
+def _tree(found: tuple[Pipeline, ...], output: Format) -> RenderableType:
+    encoding = (sys.stdout.encoding or "").lower()
+    return tables.status_tree(found, wide=output is Format.WIDE, ascii_only=not encoding.startswith("utf"))
+
+
+def _show(found: tuple[Pipeline, ...], output: Format) -> None:
+    if output in (Format.JSON, Format.YAML):
+        dump({"pipelines": found}, output)
+    else:
+        show(_tree(found, output))
+
+
+def _watch(cluster: Cluster, pipeline: str | None, output: Format, interval: float) -> None:
+    """On a terminal one picture that changes in place; elsewhere one block for each change."""
+    screen = console()
+    if output in (Format.JSON, Format.YAML) or not screen.is_terminal:
+        last: Any = None
+        while True:
+            found = _fleet(cluster, pipeline)
+            if document(found) != last:
+                _show(found, output)
+                sys.stdout.flush()
+                last = document(found)
+            time.sleep(interval)
+    with Live(console=screen, auto_refresh=False, transient=False) as live:
+        while True:
+            live.update(_tree(_fleet(cluster, pipeline), output), refresh=True)
+            time.sleep(interval)
+
+
+def rounds(
+    pipeline: options.OnePipelineArgument = None,
+    namespace: options.NamespaceOption = None,
+    everywhere: options.EverywhereOption = False,
+    output: options.OutputOption = Format.TABLE,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many, newest first.")] = 20,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """List SyncRounds, newest first: outcome, bar of phase timings, share of the time in which engines were paused."""
+    with options.cluster(kubeconfig, context, namespace, everywhere=everywhere) as cluster:
+        found = round_view.rounds(cluster.list("syncrounds"), pipeline=pipeline, limit=limit)
+        if not found and pipeline is not None and not everywhere:
+            cluster.get("rlpipelines", pipeline)
+    if output in (Format.JSON, Format.YAML):
+        dump({"rounds": found}, output)
+        return
+    show(tables.rounds_table(found, options.now_ms(), wide=output is Format.WIDE, namespaces=everywhere))
+
+
+def round_show(
+    name: options.RoundArgument,
+    namespace: options.NamespaceOption = None,
+    output: options.OutputOption = Format.TABLE,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Show one SyncRound: phases, members, tries to move it, and why it failed with what to do."""
+    with options.cluster(kubeconfig, context, namespace) as cluster:
+        obj = cluster.get("syncrounds", name)
+    found, members = round_view.round_of(obj), round_view.members(obj)
+    attempts = (obj.get("status") or {}).get("attempts") or []
+    if output in (Format.JSON, Format.YAML):
+        more = {
+            "meaning": round_view.meaning((found.failure or {}).get("reason", "")),
+            "remedy": round_view.remedy(found),
+        }
+        dump({**document(found), **more, "members": members, "attempts": attempts}, output)
+        return
+    show(tables.round_page(found, members, attempts, options.now_ms()))
+
+
+def topology(
+    namespace: options.NamespaceOption = None,
+    everywhere: options.EverywhereOption = False,
+    output: options.OutputOption = Format.TABLE,
+    kubeconfig: options.KubeconfigOption = None,
+    context: options.ContextOption = None,
+) -> None:
+    """Show nodes and devices, and who holds them: engines, trainers, demands."""
+    with options.cluster(kubeconfig, context, namespace, everywhere=everywhere) as cluster:
+        nodes: list[str] = []
+        try:
+            nodes = [n["metadata"]["name"] for n in cluster.list("nodes")]
+        except CliError as e:
+            console(err=True).print(f"nodes without engines are not shown: {e}")
+        found = places_of(cluster.list("rlpipelines"), cluster.list("enginepools"), nodes)
+    if output in (Format.JSON, Format.YAML):
+        dump({"devices": found}, output)
+        return
+    show(tables.topology_table(found, wide=output is Format.WIDE))
