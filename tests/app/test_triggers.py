@@ -87,26 +87,22 @@ def test_pods_wake_whoever_they_belong_to(triggers: Triggers, woken: Woken, even
 
 def test_metrics_of_a_pool_go_with_it() -> None:
     metrics = OperatorMetrics()
-    metrics.engines("ns", "a", {"active": 3})
+    metrics.pool("ns", "a", {"counts": {"active": 3}}, 3, None)
     assert b'rlfleet_engines{namespace="ns",pool="a",state="active"} 3.0' in metrics.render()
     assert b'state="failed"} 0.0' in metrics.render()
-    metrics.engines("ns", "a", {})
-    metrics.engines("ns", "never", {})
+    metrics.pool("ns", "a", None, 0, None)
+    metrics.pool("ns", "never", None, 0, None)
     assert b'pool="a"' not in metrics.render()
 
 
 def test_metrics_count_what_happens() -> None:
     metrics = OperatorMetrics()
-    metrics.round_finished("Succeeded")
-    metrics.round_phase("Staging", 0.2, "CatchUp")
     metrics.reconciled("Pool", "Retry", 0.1)
     metrics.api_call("get", "pods", 200, 0.01)
     metrics.api_call("create", "pods", 0, 0.01)
     metrics.queue_state(2, 1, 0.5)
     text = metrics.render().decode()
     for line in (
-        'rlfleet_rounds_total{kind="Refresh",outcome="Succeeded"} 1.0',
-        'rlfleet_round_phase_seconds_count{kind="CatchUp",phase="Staging"} 1.0',
         'rlfleet_queue_retries_total{kind="Pool"} 1.0',
         'rlfleet_api_calls_total{code="200",resource="pods",verb="get"} 1.0',
         'rlfleet_api_calls_total{code="0",resource="pods",verb="create"} 1.0',

@@ -258,6 +258,7 @@ def files() -> dict[str, str]:
         [(kind.name, kind.plural, kind.short, schema(kind)) for kind in KINDS]
     )
     made["docs/reference/conditions.md"] = reference.conditions_page()
+    made["docs/reference/metrics.md"] = reference.metrics_page()
     return made
 
 

@@ -1,143 +1,177 @@
-"""Prometheus metrics of the operator.
+"""What the operator's parts report, as Prometheus series (the table is api/metrics.py).
 
-Invariant: label values come from closed lists or from objects that exist (a pool's series go with the pool), so the
+Invariant: label values come from closed lists or from objects that exist (an object's series go with it), so the
 number of series is bounded; base units only (seconds, counts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Gauge, ProcessCollector
 
 from rlfleet import __version__
+from rlfleet.api.metrics import OPERATOR
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
-from rlfleet.api.v1alpha1.syncround_status import RefusalReason
+from rlfleet.instruments import Instruments, OwnedSeries, set_or_remove
+from rlfleet.plan.summary import RoundSummary, condition_numbers, engine_lag, pipeline_numbers, round_now
 
-_PHASE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_CALL_BUCKETS = (0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _STATES = tuple(s.value.lower() for s in EngineState)
+Series = tuple[Gauge, tuple[str, ...]]
 
 
 class OperatorMetrics:
-    """Implements what the parts report to: reconcilers, apiserver client, guard, elector, queue."""
+    """Implements what the parts report to: reconcilers, apiserver client, guard, elector, queue, Events, peers."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        r = self.registry
-        info = Gauge("rlfleet_build_info", "The operator's version.", ["version"], registry=r)
-        info.labels(__version__).set(1)
-        self._rounds = Counter("rlfleet_rounds", "Rounds that ended, by outcome.", ["outcome", "kind"], registry=r)
-        self._refusals = Counter(
-            "rlfleet_round_refusals",
-            "Refused tries to claim, advance or settle a round, by reason.",
-            ["reason"],
-            registry=r,
-        )
-        for reason in RefusalReason:
-            self._refusals.labels(reason.value)  # an alert on an increase needs the zero before it
-        self._phases = Histogram(
-            "rlfleet_round_phase_seconds",
-            "Time of each phase of a round.",
-            ["phase", "kind"],
-            buckets=_PHASE_BUCKETS,
-            registry=r,
-        )
-        self._engines = Gauge("rlfleet_engines", "Engines by state.", ["namespace", "pool", "state"], registry=r)
-        self._leaks = Gauge(
-            "rlfleet_rendezvous_claims_leaked",
-            "Rendezvous ports that are used by nobody until their sender answers or is gone.",
-            ["namespace", "pipeline"],
-            registry=r,
-        )
-        self._progress = Gauge(
-            "rlfleet_rollout_progress_ratio",
-            "Completed of wanted trajectories over all streams that the trainer reports.",
-            ["namespace", "pipeline"],
-            registry=r,
-        )
-        self._reconciles = Counter("rlfleet_reconciles", "Reconciles by result.", ["kind", "result"], registry=r)
-        self._reconcile_time = Histogram(
-            "rlfleet_reconcile_seconds", "Time of one reconcile.", ["kind"], buckets=_PHASE_BUCKETS, registry=r
-        )
-        self._depth = Gauge("rlfleet_queue_depth", "Objects that are due and wait for a worker.", registry=r)
-        self._running = Gauge("rlfleet_queue_running", "Objects being reconciled.", registry=r)
-        self._oldest = Gauge("rlfleet_queue_oldest_seconds", "How long the longest waiting object is due.", registry=r)
-        self._retries = Counter("rlfleet_queue_retries", "Reconciles that must be repeated.", ["kind"], registry=r)
-        self._calls = Counter(
-            "rlfleet_api_calls", "Calls to the apiserver; code 0: no answer.", ["verb", "resource", "code"], registry=r
-        )
-        self._call_time = Histogram(
-            "rlfleet_api_call_seconds", "Time of calls to the apiserver.", ["verb"], buckets=_CALL_BUCKETS, registry=r
-        )
-        self._throttled = Counter(
-            "rlfleet_api_throttle_seconds", "Time that calls waited for the operator's own rate limit.", registry=r
-        )
-        self._writes = Counter("rlfleet_writes", "Writes to the apiserver by reconcilers.", ["resource"], registry=r)
-        self._leader = Gauge("rlfleet_leader", "1 while this process leads, 0 while it stands by.", registry=r)
-        self._transitions = Gauge(
-            "rlfleet_lease_transitions", "Holders that the Lease has had, as last seen.", registry=r
-        )
-        self._renewals = Counter("rlfleet_lease_renewal_failures", "Renewals of the Lease that failed.", registry=r)
-        self._refused = Counter(
-            "rlfleet_mutations_refused",
-            "Mutations not sent because this process does not lead.",
-            ["target"],
-            registry=r,
-        )
-        self._ceilings = Counter(
-            "rlfleet_finalizer_ceiling",
-            "Finalizers removed after 300 s although what they wait for had not happened.",
-            ["kind"],
-            registry=r,
-        )
-        self._rule_failures = Counter(
-            "rlfleet_repair_rule_failures", "Repair rules that raised, by rule.", ["rule"], registry=r
-        )
-        self._resets = Counter("rlfleet_view_resets", "Broken watches, by error.", ["resource", "reason"], registry=r)
+        made = Instruments(OPERATOR)
+        self._made = made
+        ProcessCollector(registry=made.registry)
+        made.gauge("rlfleet_build_info").labels(__version__).set(1)
+        self._owned = OwnedSeries()
+        self._deleting: dict[tuple[str, str, str], float] = {}
+        self._condition = made.gauge("rlfleet_pipeline_condition")
+        self._pool_condition = made.gauge("rlfleet_pool_condition")
+        self._fence = made.gauge("rlfleet_pipeline_fence_generation")
+        self._committed = made.gauge("rlfleet_pipeline_committed_version")
+        self._published = made.gauge("rlfleet_pipeline_published_version")
+        self._lag = made.gauge("rlfleet_pipeline_version_lag")
+        self._round_start = made.gauge("rlfleet_round_start_timestamp_seconds")
+        self._phase_start = made.gauge("rlfleet_round_phase_start_timestamp_seconds")
+        self._engines = made.gauge("rlfleet_engines")
+        self._desired = made.gauge("rlfleet_engines_desired")
+        self._engine_lag = made.gauge("rlfleet_engine_version_lag")
+        self._calls = made.counter("rlfleet_api_calls_total")
+        self._call_time = made.histogram("rlfleet_api_call_seconds")
+        self._peer_calls = made.counter("rlfleet_peer_calls_total")
+        self._peer_time = made.histogram("rlfleet_peer_call_seconds")
 
     def render(self) -> bytes:
         """The text for /metrics."""
-        return generate_latest(self.registry)
+        return self._made.render()
 
     # control.context.Metrics
 
-    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
-        """A round of this kind ended."""
-        self._rounds.labels(outcome, kind).inc()
+    def round_ended(self, namespace: str, pipeline: str, ended: RoundSummary) -> None:
+        """A round ended."""
+        made, outcome, kind = self._made, ended.outcome, ended.kind
+        owner = ("counts", namespace, pipeline)
+        labels = (namespace, pipeline, outcome, kind, ended.transport)
+        self._owned.count(owner, made.counter("rlfleet_rounds_total"), labels)
+        if ended.reason:
+            made.counter("rlfleet_round_failures_total").labels(ended.reason, kind).inc()
+        if ended.duration is not None:
+            made.histogram("rlfleet_round_duration_seconds").labels(outcome, kind).observe(ended.duration)
+        for part, seconds in ended.parts.items():
+            made.histogram("rlfleet_round_phase_seconds").labels(part, outcome, kind).observe(seconds)
+        for result, count in ended.members.items():
+            made.counter("rlfleet_round_members_total").labels(result, kind).inc(count)
+        if paused := ended.parts.get("paused"):
+            counter = made.counter("rlfleet_paused_seconds_total")
+            self._owned.count(owner, counter, (namespace, pipeline), paused)
+        if kind == "Refresh":
+            last = made.gauge("rlfleet_last_round_phase_seconds")
+            wanted: dict[Series, float] = {(last, (namespace, pipeline, p)): t for p, t in ended.parts.items()}
+            wanted[made.gauge("rlfleet_last_round_end_timestamp_seconds"), (namespace, pipeline, outcome)] = (
+                ended.ended_at
+            )
+            self._owned.replace(("last", namespace, pipeline), wanted)
 
     def round_refused(self, reason: str) -> None:
         """A try to move a round was refused."""
-        self._refusals.labels(reason).inc()
+        self._made.counter("rlfleet_round_refusals_total").labels(reason).inc()
 
-    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
-        """A phase of a round of this kind took this long."""
-        self._phases.labels(phase, kind).observe(seconds)
+    def round_taken_over(self, kind: str) -> None:
+        """A round that somebody else had claimed is ours now."""
+        self._made.counter("rlfleet_round_takeovers_total").labels(kind).inc()
 
-    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
-        """Engines of a pool by state; no counts: the pool is gone."""
-        for state in _STATES:
-            _set(self._engines, (namespace, pool, state), counts.get(state, 0) if counts else None)
+    def round_moved(self, namespace: str, pipeline: str, obj: Mapping[str, Any] | None) -> None:
+        """The round that runs, as last written; None: none runs."""
+        wanted: dict[Series, float] = {}
+        if obj is not None and (now := round_now(obj)) is not None:
+            wanted[self._round_start, (namespace, pipeline, now.kind)] = now.started_ms / 1000
+            wanted[self._phase_start, (namespace, pipeline, now.kind, now.phase)] = now.phase_ms / 1000
+        self._owned.replace(("round", namespace, pipeline), wanted)
+
+    def pipeline(self, namespace: str, name: str, obj: Mapping[str, Any] | None) -> None:
+        """A pipeline as last read or written; None: it is gone."""
+        if obj is None:
+            for what in ("pipeline", "round", "last", "counts"):
+                self._owned.replace((what, namespace, name), {})
+            return
+        numbers = pipeline_numbers(obj)
+        wanted: dict[Series, float] = {
+            (self._condition, (namespace, name, *key)): value for key, value in numbers.conditions.items()
+        }
+        for gauge, value in (
+            (self._fence, numbers.fence),
+            (self._committed, numbers.committed),
+            (self._published, numbers.published),
+            (self._lag, numbers.lag),
+        ):
+            if value is not None:
+                wanted[gauge, (namespace, name)] = value
+        self._owned.replace(("pipeline", namespace, name), wanted)
+
+    def pool(
+        self, namespace: str, name: str, status: Mapping[str, Any] | None, desired: int, committed: int | None
+    ) -> None:
+        """A pool's status as it is now; None: the pool is gone."""
+        wanted: dict[Series, float] = {}
+        if status is not None:
+            counts = status.get("counts") or {}
+            for state in _STATES:
+                wanted[self._engines, (namespace, name, state)] = counts.get(state, 0)
+            for key, value in condition_numbers(status.get("conditions") or ()).items():
+                wanted[self._pool_condition, (namespace, name, *key)] = value
+            wanted[self._desired, (namespace, name)] = desired
+            lag = engine_lag(status.get("versions") or (), committed)
+            if lag is not None:
+                wanted[self._engine_lag, (namespace, name)] = lag
+        self._owned.replace(("pool", namespace, name), wanted)
+
+    def quarantined(self, reason: str) -> None:
+        """An engine was closed because what it holds is not proven."""
+        self._made.counter("rlfleet_quarantines_total").labels(reason).inc()
 
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
         """Leaked rendezvous ports of a pipeline; None: the pipeline is gone."""
-        _set(self._leaks, (namespace, pipeline), count)
+        set_or_remove(self._made.gauge("rlfleet_rendezvous_claims_leaked"), (namespace, pipeline), count)
 
     def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
         """Progress of a pipeline's rollouts; None: its trainer reports none, or the pipeline is gone."""
-        _set(self._progress, (namespace, pipeline), ratio)
+        set_or_remove(self._made.gauge("rlfleet_rollout_progress_ratio"), (namespace, pipeline), ratio)
 
     def write(self, resource: str) -> None:
         """A reconciler wrote."""
-        self._writes.labels(resource).inc()
+        self._made.counter("rlfleet_writes_total").labels(resource).inc()
+
+    def deleting(self, kind: str, namespace: str, name: str, since: float | None) -> None:
+        """A deletion waits for our finalizer since then (epoch seconds); None: it does not any more."""
+        key = (kind, namespace, name)
+        if since is None:
+            self._deleting.pop(key, None)
+        else:
+            self._deleting[key] = since
+        oldest = min((t for (k, _, _), t in self._deleting.items() if k == kind), default=None)
+        set_or_remove(self._made.gauge("rlfleet_deletion_oldest_timestamp_seconds"), (kind,), oldest)
 
     def finalizer_ceiling(self, kind: str) -> None:
         """A finalizer of ours reached its ceiling."""
-        self._ceilings.labels(kind).inc()
+        self._made.counter("rlfleet_finalizer_ceiling_total").labels(kind).inc()
 
     def repair_rule_failed(self, rule: str) -> None:
         """A repair rule raised."""
-        self._rule_failures.labels(rule).inc()
+        self._made.counter("rlfleet_repair_rule_failures_total").labels(rule).inc()
+
+    # control.peers.PeerObserver
+
+    def peer_call(self, peer: str, result: str, seconds: float | None) -> None:
+        """A call to a gate or sender ended; ``seconds``: how long an answered one took, None for one that waits."""
+        self._peer_calls.labels(peer, result).inc()
+        if seconds is not None:
+            self._peer_time.labels(peer).observe(seconds)
 
     # kube.client.ApiObserver and the limiter
 
@@ -149,49 +183,48 @@ class OperatorMetrics:
 
     def throttled(self, seconds: float) -> None:
         """A call waited for its turn."""
-        self._throttled.inc(seconds)
+        self._made.counter("rlfleet_api_throttle_seconds_total").inc(seconds)
 
     def view_reset(self, resource: str, reason: str) -> None:
         """A watch broke."""
-        self._resets.labels(resource, reason).inc()
+        self._made.counter("rlfleet_view_resets_total").labels(resource, reason).inc()
+
+    # kube.events.EventObserver
+
+    def event_written(self, type_: str) -> None:
+        """An Event was written."""
+        self._made.counter("rlfleet_events_total").labels(type_).inc()
+
+    def events_dropped(self, count: int) -> None:
+        """So many Events were not written."""
+        self._made.counter("rlfleet_events_dropped_total").inc(count)
 
     # kube.leader.LeaderObserver and kube.guard.GuardObserver
 
     def leading(self, leads: bool, transitions: int) -> None:
         """We lead, or stand by."""
-        self._leader.set(leads)
-        self._transitions.set(max(0, transitions))
+        self._made.gauge("rlfleet_leader").set(leads)
+        self._made.gauge("rlfleet_lease_transitions").set(max(0, transitions))
 
     def renewal_failed(self) -> None:
         """A renewal failed."""
-        self._renewals.inc()
+        self._made.counter("rlfleet_lease_renewal_failures_total").inc()
 
     def mutation_refused(self, target: str) -> None:
         """The guard refused a mutation of ``target``: apiserver, peer or router."""
-        self._refused.labels(target).inc()
+        self._made.counter("rlfleet_mutations_refused_total").labels(target).inc()
 
     # control.queue.QueueObserver
 
     def reconciled(self, kind: str, result: str, seconds: float) -> None:
         """A reconcile ended."""
-        self._reconciles.labels(kind, result).inc()
-        self._reconcile_time.labels(kind).observe(seconds)
+        self._made.counter("rlfleet_reconciles_total").labels(kind, result).inc()
+        self._made.histogram("rlfleet_reconcile_seconds").labels(kind).observe(seconds)
         if result in ("Retry", "Error"):
-            self._retries.labels(kind).inc()
+            self._made.counter("rlfleet_queue_retries_total").labels(kind).inc()
 
     def queue_state(self, depth: int, running: int, oldest_seconds: float) -> None:
         """The queue changed."""
-        self._depth.set(depth)
-        self._running.set(running)
-        self._oldest.set(oldest_seconds)
-
-
-def _set(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
-    """Set one series; None removes it, whether it was there or not."""
-    if value is not None:
-        gauge.labels(*labels).set(value)
-        return
-    try:
-        gauge.remove(*labels)
-    except KeyError:
-        pass  # whose series never was
+        self._made.gauge("rlfleet_queue_depth").set(depth)
+        self._made.gauge("rlfleet_queue_running").set(running)
+        self._made.gauge("rlfleet_queue_oldest_seconds").set(oldest_seconds)

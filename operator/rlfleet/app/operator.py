@@ -250,11 +250,11 @@ class Operator:
             await self._look_for_key(kube, elector)
             await elector.acquired.wait()
         keys = await self._load_keys(kube)
-        events = EventRecorder(kube, instance=self._control.identity)
+        events = EventRecorder(kube, instance=self._control.identity, observer=self._metrics)
         self._context = Context(
             kube=kube,
             pods=pods,
-            peers=Peers(keys, self._guard, proxy=self._settings.peer_proxy or None),
+            peers=Peers(keys, self._guard, proxy=self._settings.peer_proxy or None, observer=self._metrics),
             keys=keys,
             events=events,
             enqueue=self._queue.enqueue,

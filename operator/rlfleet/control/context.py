@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.reflector import Reflector
+from rlfleet.plan.summary import RoundSummary
 
 from .claim_memory import ClaimMemory
 from .elastic.memory import ElasticMemory
@@ -54,17 +55,28 @@ class SystemClock:
 class Metrics(Protocol):
     """What reconcilers report; implemented with Prometheus in app/metrics.py. Labels come from closed lists."""
 
-    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
-        """A SyncRound of this kind reached a terminal phase (its ``phase`` or ``outcome`` word)."""
+    def round_ended(self, namespace: str, pipeline: str, ended: RoundSummary) -> None:
+        """A SyncRound reached a terminal phase."""
 
     def round_refused(self, reason: str) -> None:
         """A try to move a round was refused (plan.attempts)."""
 
-    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
-        """A phase of a round of this kind took this long."""
+    def round_taken_over(self, kind: str) -> None:
+        """A round that had been claimed before is ours now."""
 
-    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
-        """How many engines of a pool are in each state; empty counts: the pool is gone."""
+    def round_moved(self, namespace: str, pipeline: str, obj: Mapping[str, Any] | None) -> None:
+        """The SyncRound that owns the pipeline, as last read or written; None: none does."""
+
+    def pipeline(self, namespace: str, name: str, obj: Mapping[str, Any] | None) -> None:
+        """An RLPipeline as last read or written; None: it is gone."""
+
+    def pool(
+        self, namespace: str, name: str, status: Mapping[str, Any] | None, desired: int, committed: int | None
+    ) -> None:
+        """An EnginePool's status as it is now (written or about to be); None: the pool is gone."""
+
+    def quarantined(self, reason: str) -> None:
+        """An engine became Quarantined."""
 
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
         """How many rendezvous ports of a pipeline are leaked; None: the pipeline is gone."""
@@ -74,6 +86,9 @@ class Metrics(Protocol):
 
     def write(self, resource: str) -> None:
         """One write to the apiserver was made by a reconciler."""
+
+    def deleting(self, kind: str, namespace: str, name: str, since: float | None) -> None:
+        """A deletion waits for our finalizer since ``since`` (epoch seconds); None: not any more."""
 
     def finalizer_ceiling(self, kind: str) -> None:
         """A finalizer of ours was removed from an object of this kind because its ceiling was reached."""
@@ -85,16 +100,27 @@ class Metrics(Protocol):
 class NoMetrics:
     """Reports nowhere."""
 
-    def round_finished(self, outcome: str, kind: str = "Refresh") -> None:
+    def round_ended(self, namespace: str, pipeline: str, ended: RoundSummary) -> None:
         """See Metrics."""
 
     def round_refused(self, reason: str) -> None:
         """See Metrics."""
 
-    def round_phase(self, phase: str, seconds: float, kind: str = "Refresh") -> None:
+    def round_taken_over(self, kind: str) -> None:
         """See Metrics."""
 
-    def engines(self, namespace: str, pool: str, counts: Mapping[str, int]) -> None:
+    def round_moved(self, namespace: str, pipeline: str, obj: Mapping[str, Any] | None) -> None:
+        """See Metrics."""
+
+    def pipeline(self, namespace: str, name: str, obj: Mapping[str, Any] | None) -> None:
+        """See Metrics."""
+
+    def pool(
+        self, namespace: str, name: str, status: Mapping[str, Any] | None, desired: int, committed: int | None
+    ) -> None:
+        """See Metrics."""
+
+    def quarantined(self, reason: str) -> None:
         """See Metrics."""
 
     def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
@@ -106,11 +132,34 @@ class NoMetrics:
     def write(self, resource: str) -> None:
         """See Metrics."""
 
+    def deleting(self, kind: str, namespace: str, name: str, since: float | None) -> None:
+        """See Metrics."""
+
     def finalizer_ceiling(self, kind: str) -> None:
         """See Metrics."""
 
     def repair_rule_failed(self, rule: str) -> None:
         """See Metrics."""
+
+
+class Traces(Protocol):
+    """Where the parts of rounds are told as they end; implemented with OpenTelemetry in app/tracing.py."""
+
+    def part(self, obj: Mapping[str, Any], part: str, seconds: float, ended_ms: int) -> None:
+        """A part of this SyncRound took so long and ended then (epoch milliseconds)."""
+
+    def round_ended(self, obj: Mapping[str, Any]) -> None:
+        """This SyncRound ended; its status is terminal."""
+
+
+class NoTraces:
+    """Tells nobody."""
+
+    def part(self, obj: Mapping[str, Any], part: str, seconds: float, ended_ms: int) -> None:
+        """See Traces."""
+
+    def round_ended(self, obj: Mapping[str, Any]) -> None:
+        """See Traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +209,7 @@ class Context:
     raised: set[str] = field(default_factory=set)
     """UIDs of pipelines whose fence this process has raised: its calls are above those of every earlier leader."""
     metrics: Metrics = field(default_factory=NoMetrics)
+    traces: Traces = field(default_factory=NoTraces)
     gates: GateMemory = field(default_factory=GateMemory)
     claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
@@ -182,7 +232,9 @@ __all__ = [
     "Kind",
     "Metrics",
     "NoMetrics",
+    "NoTraces",
     "Priority",
     "QueueKey",
     "SystemClock",
+    "Traces",
 ]

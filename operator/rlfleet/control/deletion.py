@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason
+from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.rlpipeline_status import OperationKind
 from rlfleet.control.peers import Caller
 from rlfleet.control.queue import After, Done, Result
+from rlfleet.control.rounds.finished import finished
 from rlfleet.control.rounds.fleet import Fleet
 from rlfleet.control.rounds.ledger import API_SECONDS, WRITE_TRIES, Ledger
-from rlfleet.control.rounds.objects import is_terminal, kind_of
+from rlfleet.control.rounds.objects import is_terminal
 from rlfleet.control.rounds.outcome import settled
 from rlfleet.control.rounds.settling import end_round
 from rlfleet.control.saying import say
@@ -114,9 +116,12 @@ async def watch_deletion(ctx: Context, namespace: str, what: str) -> Result:
     try:
         obj = await kube.get(res, namespace, name, timeout=API_SECONDS)
     except NotFound:
+        ctx.metrics.deleting(res.kind, namespace, name, None)
         return Done()
     if not holds_up(obj, FINALIZERS[plural]) or await release_overdue(ctx, res, obj):
+        ctx.metrics.deleting(res.kind, namespace, name, None)
         return Done()
+    ctx.metrics.deleting(res.kind, namespace, name, epoch_ms(obj["metadata"]["deletionTimestamp"]) / 1000)
     if res is RLPIPELINES:
         await _say_waiting(ctx, obj)
     return After(min(LOOK_SECONDS * 2, seconds_left(obj, now_ms=ctx.now_ms()) + 0.1), Priority.DELETE)
@@ -269,7 +274,7 @@ async def bury(ctx: Context, namespace: str, rounds: Iterable[Obj]) -> None:
                 )
             except NotFound:
                 continue
-            ctx.metrics.round_finished("Failed", kind_of(r))
+            finished(ctx, r)
         if finalizer:
             await release(ctx, SYNCROUNDS, r)
 

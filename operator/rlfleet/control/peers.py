@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
@@ -46,6 +47,16 @@ class Signer(Protocol):
         """A signed token; see api.tokens.sign."""
 
 
+class PeerObserver(Protocol):
+    """Told of every finished call, for metrics."""
+
+    def peer_call(self, peer: str, result: str, seconds: float | None) -> None:
+        """A call to a ``gate`` or ``sender`` ended: Ok, NoAnswer, or the reason of its refusal.
+
+        ``seconds``: how long an answer took; None where there was none, or the call waits for an operation's end.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Where a gate or sender listens, and the pod UID it must be (the token's audience)."""
@@ -53,6 +64,7 @@ class Peer:
     name: str
     pod_uid: str
     url: str
+    kind: Literal["gate", "sender"] = "gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +106,13 @@ class Peers:
     A proxy's own error is no word of a peer: it is taken as silence.
     """
 
-    def __init__(self, signer: Signer, guard: Guard, *, proxy: str | None = None) -> None:
+    def __init__(
+        self, signer: Signer, guard: Guard, *, proxy: str | None = None, observer: PeerObserver | None = None
+    ) -> None:
         self._signer = signer
         self._guard = guard
         self._proxy = proxy
+        self._observer = observer
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
@@ -140,8 +155,22 @@ class Peers:
         seconds: float = CALL_SECONDS,
     ) -> Any:
         """One call; NotLeader (nothing sent) for one that is not a read when we do not lead."""
-        with contextlib.nullcontext() if scope is Scope.READ else self._guard.mutation("peer"):
-            return await self._send(peer, method, path, scope=scope, caller=caller, body=body, seconds=seconds)
+        started, waits, result = time.monotonic(), "?waitSeconds=" in path, ""
+        try:
+            with contextlib.nullcontext() if scope is Scope.READ else self._guard.mutation("peer"):
+                raw = await self._send(peer, method, path, scope=scope, caller=caller, body=body, seconds=seconds)
+            result = "Ok"
+            return raw
+        except Refused as e:
+            result = e.body.reason.value
+            raise
+        except Silent:
+            result = "NoAnswer"
+            raise
+        finally:
+            if self._observer is not None and result:
+                answered = result != "NoAnswer" and not waits
+                self._observer.peer_call(peer.kind, result, time.monotonic() - started if answered else None)
 
     async def _send(
         self,

@@ -97,6 +97,7 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await bury(ctx, namespace, rounds)
         await _say_no_pipeline(ctx, namespace, name, rounds)
         ctx.repairs.forget(namespace, name)
+        ctx.metrics.pipeline(namespace, name, None)
         ctx.metrics.claims_leaked(namespace, name, None)
         ctx.metrics.progress(namespace, name, None)
         return Done()
@@ -108,6 +109,9 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     # 2. repair first: what needs neither the slot nor anybody's answer
     ledger = Ledger(ctx, pipeline, holder=ctx.settings.identity)
     active = (pipeline.get("status") or {}).get("activeOperation")
+    ctx.metrics.pipeline(namespace, name, pipeline)
+    owner = next((r for r in rounds if r["metadata"]["uid"] == (active or {}).get("uid")), None)
+    ctx.metrics.round_moved(namespace, name, owner)
     rules = Rules(ctx, pipeline)
     await rules.run(RuleName.FINALIZER_CEILINGS, lambda: release_ceilings(ctx, pipeline, rounds))
     await rules.run(RuleName.ENDED_ROUNDS, lambda: let_ended_go(ledger, rounds, claimed=(active or {}).get("uid")))

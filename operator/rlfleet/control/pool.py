@@ -101,7 +101,7 @@ class PoolReconciler:
         except NotFound:
             self._memories.pop(key, None)
             self._router_urls.pop(key, None)
-            ctx.metrics.engines(namespace, name, {})
+            ctx.metrics.pool(namespace, name, None, 0, None)
             return Done()
         memory = self._memories.get(key)
         if memory is None or memory.uid != pool["metadata"]["uid"]:
@@ -295,6 +295,8 @@ class PoolReconciler:
                     closed=closed,
                     sleep=sleep.of(pod.uid, self._ctx.elastic),
                 )
+                if derived.state is EngineState.QUARANTINED and memory.states.get(pod.uid) not in (None, derived.state):
+                    self._ctx.metrics.quarantined((derived.reason or Reason.NOT_PROVEN).value)
                 memory.note_state(pod, derived.state, self._ctx.clock.monotonic())
                 outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index, texts)
                 rows.append(Row(pod, derived, gate, answered, outdated))
@@ -337,8 +339,8 @@ class PoolReconciler:
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))
-        counts = new["counts"]
-        ctx.metrics.engines(meta["namespace"], meta["name"], counts)
+        committed = observed.committed.version if observed.committed is not None else None
+        ctx.metrics.pool(meta["namespace"], meta["name"], new, observed.replicas, committed)
         # catchUp is written by rounds (control/rounds/counting.py): what is not ours is neither compared nor deleted.
         changes = {k: new.get(k) for k in {*old, *new} - {"catchUp"} if old.get(k) != new.get(k)}
         wait = self._next(plan, rows, memory, out, pipeline, moving=bool(sleep.unmoved))

@@ -112,6 +112,7 @@ class Gate:
         metrics.fence.set(fence.generation)
         metrics.paused.set(-1 if report.paused is None else int(report.paused))
         metrics.uncertain.set(int(uncertain))
+        metrics.holds(store.holds.version if store.holds else None)
         return GateStatus(
             protocol_version=PROTOCOL_VERSION,
             gate_version=__version__,

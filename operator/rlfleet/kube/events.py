@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, Protocol
 
 from .client import KubeClient, Obj
 from .errors import ApiError, NotLeader
@@ -30,6 +30,16 @@ NAMESPACE_SECONDS = 60.0
 class _Bucket:
     last: float
     tokens: float = 0.0
+
+
+class EventObserver(Protocol):
+    """Told what became of Events, for metrics."""
+
+    def event_written(self, type_: str) -> None:
+        """One of this type (Normal or Warning) was written."""
+
+    def events_dropped(self, count: int) -> None:
+        """So many were not written."""
 
 
 class EventRecorder:
@@ -50,6 +60,7 @@ class EventRecorder:
         refill_seconds: float = 30.0,
         api_timeout: float = 5.0,
         backlog: int = 1000,
+        observer: EventObserver | None = None,
     ) -> None:
         self._client = client
         self._instance = instance[:128]
@@ -59,6 +70,7 @@ class EventRecorder:
         self._refill = refill_seconds
         self._timeout = api_timeout
         self._backlog = backlog
+        self._observer = observer
         self._pending: deque[Obj] = deque()
         self._wake = asyncio.Event()
         self._seen: OrderedDict[str, float] = OrderedDict()
@@ -83,10 +95,10 @@ class EventRecorder:
             return
         ending = self._ending.get(metadata.get("namespace") or "default")
         if ending is not None and now - ending < NAMESPACE_SECONDS:
-            self.dropped += 1
+            self._drop(1)
             return
         if not self._allow(uid, now) or len(self._pending) >= self._backlog:
-            self.dropped += 1
+            self._drop(1)
             return
         self._seen[same] = now
         self._seen.move_to_end(same)
@@ -126,9 +138,9 @@ class EventRecorder:
             while self._pending:
                 event = self._pending.popleft()
                 try:
-                    await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
+                    await self._write(event)
                 except (ApiError, NotLeader) as e:
-                    self.dropped += 1
+                    self._drop(1)
                     log.info("event %s not written: %s", event["reason"], e)
 
     async def flush(self, timeout: float) -> None:
@@ -137,10 +149,20 @@ class EventRecorder:
             async with asyncio.timeout(timeout):
                 while self._pending:
                     event = self._pending.popleft()
-                    await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
+                    await self._write(event)
         except (TimeoutError, ApiError, NotLeader) as e:
-            self.dropped += len(self._pending)
+            self._drop(len(self._pending))
             log.info("events not written at shutdown: %r", e)
+
+    async def _write(self, event: Obj) -> None:
+        await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
+        if self._observer is not None:
+            self._observer.event_written(event["type"])
+
+    def _drop(self, count: int) -> None:
+        self.dropped += count
+        if self._observer is not None and count:
+            self._observer.events_dropped(count)
 
     def _allow(self, uid: str, now: float) -> bool:
         bucket = self._buckets.get(uid)

@@ -188,6 +188,16 @@ class WeightSender:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout)
 
+    def observe_sample(self, meta_info: Mapping[str, Any]) -> int | None:
+        """Count how stale a sample is that an engine answered, in versions, and return it.
+
+        ``meta_info``: that of the engine's answer; its ``weight_versions`` (token spans), or else its
+        ``weight_version``, name the weights that the tokens came from. The distance from the oldest of them to the
+        newest published version goes into ``rlfleet_sender_sample_staleness_versions``. None, and nothing is counted,
+        when the engine names no version or nothing is published yet.
+        """
+        return self._metrics.sample(meta_info)
+
     def publish(
         self,
         version: int,

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
 from rlfleet import __version__
@@ -157,7 +157,7 @@ class Server:
         return web.Response(text="ok\n")
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _get_status(self, request: web.Request) -> web.Response:
         await self._reader(request)

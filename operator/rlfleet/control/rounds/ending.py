@@ -18,6 +18,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.control.rounds.drops import remove_dropped
+from rlfleet.control.rounds.finished import finished
 from rlfleet.control.rounds.ledger import RoundGone
 from rlfleet.control.rounds.outcome import member_results, settled
 from rlfleet.control.rounds.probes import probe_generation
@@ -189,6 +190,8 @@ class Ending:
             await self.ledger.write_round(status, op=AttemptOp.SETTLE, what=outcome)
         except RoundGone:
             log.warning("round vanished before it was settled", extra={"round": self.run.round_uid})
+            assert self.ledger.round is not None
+            self.ledger.round["status"] = {**self.ledger.round_status, **status}
         log.log(
             logging.INFO if outcome == "Succeeded" else logging.WARNING,
             "%s: %s: %s",
@@ -199,18 +202,21 @@ class Ending:
                 "round": (self.ledger.round or {}).get("metadata", {}).get("name"),
                 "roundUID": self.run.round_uid,
                 "pipeline": f"{self.ledger.namespace}/{self.ledger.name}",
+                "generation": self.ledger.generation,
             },
         )
         if self.ledger.round is not None:
             kind: EventType = "Normal" if outcome == "Succeeded" else "Warning"
             self.ctx.events.record(self.ledger.round, kind, reason.value, message, action="Settle")
-        self.ctx.metrics.round_finished(outcome, self.run.kind)
+            finished(self.ctx, self.ledger.round)
         await self.free(trouble=(reason, message) if reason is Reason.ROUTING_DEGRADED else None)
 
     async def settled_before(self) -> None:
         """A predecessor settled the round and died before it freed the slot: say so, and free it."""
         phase = str(self.ledger.round_status["phase"])
         await self.ledger.write_round({"phase": phase}, op=AttemptOp.SETTLE, what=phase)
+        assert self.ledger.round is not None
+        finished(self.ctx, self.ledger.round, again=True)
         await self.free()
 
     async def release(self) -> None:
@@ -229,4 +235,5 @@ class Ending:
             # A CatchUp is no news of the fleet: what the last Refresh said stands.
             status["lastRound"] = self.ledger.round["metadata"]["name"]
         await self.ledger.write_pipeline(status, what="free")
+        self.ctx.metrics.round_moved(self.ledger.namespace, self.ledger.name, None)
         await self.ledger.set_finalizer(False)

@@ -111,10 +111,11 @@ class Executor:
         return end
 
     def lap(self, name: str, since: float) -> float:
-        """Add the time since ``since`` (loop seconds) to a timing; now, as the start of the next one."""
+        """Add the time since ``since`` (loop seconds) to a timing and the trace; now, as the start of the next one."""
         now = self.ctx.clock.monotonic()
         self.timings[name] = self.timings.get(name, 0) + max(0, round((now - since) * 1000))
-        self.ctx.metrics.round_phase(name.removesuffix("Ms"), now - since, self.kind)
+        assert self.ledger.round is not None
+        self.ctx.traces.part(self.ledger.round, name.removesuffix("Ms"), now - since, self.ctx.now_ms())
         return now
 
     async def phase(self, phase: str, reason: Reason, message: str, **extra: Any) -> None:
@@ -187,6 +188,8 @@ class Executor:
         active = self.ledger.status.get("activeOperation") or {}
         self.takeover = active.get("uid") == self.round_uid or bool(self.ledger.round_status.get("lease"))
         await self.claim(extra)
+        if self.takeover:
+            self.ctx.metrics.round_taken_over(self.kind)
         closing = Closing(self)
         if self.ledger.round_status.get("phase") in TERMINAL:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.

@@ -65,7 +65,7 @@ class Ledger:
     def __init__(self, ctx: Context, pipeline: Obj, *, holder: str) -> None:
         self.ctx = ctx
         self.kube = ctx.kube.at(Priority.ROUND, field_manager=labels.ROUND_MANAGER)
-        self.pipeline = pipeline
+        self._pipeline = pipeline
         self.round: Obj | None = None
         self.holder = holder
         self.generation = 0
@@ -73,6 +73,16 @@ class Ledger:
         self._unsaid: list[Obj] = []
 
     # ------------------------------------------------------------------------------------------ facts
+
+    @property
+    def pipeline(self) -> Obj:
+        """The pipeline as last read or written; the gauges show it."""
+        return self._pipeline
+
+    @pipeline.setter
+    def pipeline(self, live: Obj) -> None:
+        self._pipeline = live
+        self.ctx.metrics.pipeline(self.namespace, self.name, live)
 
     @property
     def namespace(self) -> str:
@@ -270,6 +280,8 @@ class Ledger:
                     timeout=API_SECONDS,
                 )
                 self._unsaid = []
+                if self.generation:
+                    self.ctx.metrics.round_moved(self.namespace, self.name, self.round)
                 return
             except NotFound as e:
                 await self._round_gone(asked, e)

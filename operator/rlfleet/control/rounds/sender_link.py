@@ -91,7 +91,7 @@ class SenderLink:
         sender = (spec.get("weights") or {}).get("sender") or {}
         port = int(sender.get("port") or wire.DEFAULT_SENDER_PORT)
         if sender.get("url"):
-            self.peer = Peer("sender", URL_SENDER, str(sender["url"]))
+            self.peer = Peer("sender", URL_SENDER, str(sender["url"]), kind="sender")
             return None
         labels_wanted = (sender.get("podSelector") or {}).get("matchLabels") or {}
         selector = ",".join(f"{k}={v}" for k, v in sorted(labels_wanted.items()))
@@ -121,7 +121,7 @@ class SenderLink:
         ip = pod["status"]["podIP"]
         host = f"[{ip}]" if ":" in ip else ip
         self.node = str(pod["spec"].get("nodeName") or "")
-        self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}")
+        self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}", kind="sender")
         return pod
 
     async def _claims(self, spec: Mapping[str, Any], pod: Obj | None) -> Evidence | None:

@@ -1,4 +1,4 @@
-"""Ending a round that nobody drives: its terminal status, our finalizer off it, and the counter.
+"""Ending a round that nobody drives: its terminal status, our finalizer off it, and the ledger.
 
 Invariant: such a round is written as it was read (no claim covers it), so it is settled at most once.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
+from rlfleet.control.rounds.finished import finished
 from rlfleet.control.rounds.ledger import Ledger
-from rlfleet.control.rounds.objects import kind_of
 from rlfleet.control.rounds.outcome import settled
 
 Obj = dict[str, Any]
@@ -41,5 +41,5 @@ async def end_round(
         now_ms=ledger.ctx.now_ms(),
     )
     await ledger.write_round(status, op=AttemptOp.SETTLE, what=outcome)
+    finished(ledger.ctx, ledger.round)
     await ledger.set_finalizer(False)
-    ledger.ctx.metrics.round_finished(outcome, kind_of(obj))

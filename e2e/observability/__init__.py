@@ -1,0 +1,1 @@
+"""Prometheus for tests, and the dashboards' source: nothing of this is in the wheel."""
