@@ -52,9 +52,10 @@ cluster: $(STAMP) ## local control plane and NODES=4 hollow nodes; writes .clust
 cluster-down: $(STAMP) ## stop what `make cluster` started and remove its files
 	@$(BIN)/python -m e2e.cluster down
 
-generate: $(STAMP) ## write the generated files: CRDs, their reference page, that of the command line
+generate: $(STAMP) ## write the generated files: CRDs and pages of reference, the chart's README, config/default
 	@$(BIN)/python -m rlfleet.api.crdgen --write
 	@$(BIN)/python -m rlfleet.cli.reference --write
+	@$(BIN)/python -m e2e.chart --write
 
 verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/ruff format --check .
@@ -63,6 +64,7 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m rlfleet.api.crdgen --check
 	@$(BIN)/python -m rlfleet.cli.reference --check
+	@$(BIN)/python -m e2e.chart --check
 
 lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock
 	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }

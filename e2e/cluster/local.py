@@ -38,6 +38,8 @@ DEFAULT_STATE = ROOT / ".cluster"
 OPERATOR_NAMESPACE = "rlfleet-system"
 OPERATOR_NAME = "rlfleet"
 
+# Everything that the chart holds, but no process.
+_QUIET = {"replicas": "0"}
 _TOKEN_SECONDS = 365 * 24 * 3600
 _HOLLOW = "hollow-kubelet"
 _HOLLOW_STOP_SECONDS = 20.0
@@ -206,7 +208,7 @@ class LocalCluster:
 
     def install(self) -> None:
         """Applies the CRDs and what the chart renders (again), and writes the operator's kubeconfig."""
-        crds = sorted((ROOT / "crds").glob("*.yaml"))
+        crds = sorted((ROOT / "crds").glob("rlfleet.dev_*.yaml"))
         if crds:
             files = [argument for path in crds for argument in ("-f", str(path))]
             self.kubectl("apply", "--server-side", "--force-conflicts", *files)
@@ -218,7 +220,10 @@ class LocalCluster:
         self._say("chart installed: service account and roles of the operator")
 
     def install_chart(self, release: str, namespace: str, kubeconfig: Path, **values: str) -> None:
-        """Applies what the chart renders for a release, and writes a kubeconfig of its operator's service account."""
+        """Applies what the chart renders for a release, and writes a kubeconfig of its operator's service account.
+
+        No operator is started: whoever installs runs one beside the cluster, or sets ``replicas``.
+        """
         rendered = self._run(
             "helm",
             "template",
@@ -226,7 +231,8 @@ class LocalCluster:
             str(ROOT / "charts/rlfleet"),
             f"--namespace={namespace}",
             f"--kube-version={KUBERNETES_VERSION}",
-            *(f"--set={name}={value}" for name, value in values.items()),
+            "--no-hooks",
+            *(f"--set={name}={value}" for name, value in {**_QUIET, "fullnameOverride": release, **values}.items()),
         )
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
         token = self.kubectl(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import signal
@@ -24,6 +25,7 @@ import kopf
 
 from rlfleet.api import labels
 from rlfleet.app.health import HealthServer, LoopStamp
+from rlfleet.app.login import login
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.triggers import Triggers
@@ -156,14 +158,8 @@ class Operator:
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
-        kubeconfig = self._settings.kubeconfig
 
-        @kopf.on.login(registry=registry)
-        def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-            by_file = kopf.login_with_kubeconfig
-            by_account = kopf.login_with_service_account
-            first, second = (by_file, by_account) if kubeconfig else (by_account, by_file)
-            return first(**kwargs) or second(**kwargs)
+        kopf.on.login(registry=registry)(functools.partial(login, kubeconfig=self._settings.kubeconfig))
 
         @kopf.on.startup(registry=registry)
         async def startup(**_: Any) -> None:
@@ -271,7 +267,8 @@ class Operator:
         """The key, made if there is none; an apiserver that is away for a moment ends no term."""
         while True:
             try:
-                keys = await SigningKeys.load(kube, self._settings.namespace, timeout=self._settings.api_timeout)
+                s = self._settings
+                keys = await SigningKeys.load(kube, s.namespace, s.signing_key_secret, timeout=s.api_timeout)
             except ApiError as e:
                 log.warning("signing key: %s; again in %g s", e, KEY_SECONDS)
                 await asyncio.sleep(KEY_SECONDS)
@@ -283,7 +280,8 @@ class Operator:
         """A standby is ready when it can read the key that it would need; the leader makes it at the first start."""
         while not elector.acquired.is_set():
             try:
-                self._keys_loaded = bool(await SigningKeys.find(kube, self._settings.namespace))
+                s = self._settings
+                self._keys_loaded = bool(await SigningKeys.find(kube, s.namespace, s.signing_key_secret))
             except ApiError as e:
                 log.warning("signing key: %s", e)
             if self._keys_loaded:

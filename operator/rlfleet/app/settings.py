@@ -46,6 +46,11 @@ class Settings:
     leader_elect: bool = _setting(
         True, "RLFLEET_LEADER_ELECT", "act only while holding the Lease; false: for one operator in development"
     )
+    signing_key_secret: str = _setting(
+        "rlfleet-signing-key",
+        "RLFLEET_SIGNING_KEY_SECRET",
+        "the Secret in --namespace with the signing key; made at the first start if it may be",
+    )
     lease_name: str = _setting(
         "rlfleet-operator", "RLFLEET_LEASE_NAME", "the Lease in --namespace; one for each set of watched namespaces"
     )
@@ -103,6 +108,8 @@ class Settings:
             )
         if not self.lease_name:
             raise SettingsError("--lease-name (RLFLEET_LEASE_NAME) must not be empty")
+        if not self.signing_key_secret:
+            raise SettingsError("--signing-key-secret (RLFLEET_SIGNING_KEY_SECRET) must not be empty")
         for name in self.watch_namespaces:
             if not _NAMESPACE.fullmatch(name):
                 raise SettingsError(f"--watch-namespaces (RLFLEET_WATCH_NAMESPACES): {name!r} is no namespace's name")

@@ -34,7 +34,7 @@ class SigningKeys:
 
     def __init__(self, seed: bytes, *, wall_seconds: Callable[[], float] = time.time) -> None:
         if len(seed) != 32:
-            raise SigningKeyError(f"Secret {SECRET_NAME}: field {PRIVATE_FIELD} must be 32 bytes, has {len(seed)}")
+            raise SigningKeyError(f"signing key: field {PRIVATE_FIELD} must be 32 bytes, has {len(seed)}")
         self._wall_seconds = wall_seconds
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -42,22 +42,26 @@ class SigningKeys:
         self.kid = hashlib.sha256(public).hexdigest()[:16]
 
     @classmethod
-    async def find(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys | None:
-        """Read the key from ``namespace``; None if there is none yet. Writes nothing."""
+    async def find(
+        cls, kube: KubeClient, namespace: str, name: str = SECRET_NAME, *, timeout: float = 10.0
+    ) -> SigningKeys | None:
+        """Read the key from the Secret ``name``; None if there is none yet. Writes nothing."""
         try:
-            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, name, timeout=timeout)))
         except NotFound:
             return None
 
     @classmethod
-    async def load(cls, kube: KubeClient, namespace: str, *, timeout: float = 10.0) -> SigningKeys:
-        """Read the key from ``namespace``, creating it if there is none."""
-        if (found := await cls.find(kube, namespace, timeout=timeout)) is not None:
+    async def load(
+        cls, kube: KubeClient, namespace: str, name: str = SECRET_NAME, *, timeout: float = 10.0
+    ) -> SigningKeys:
+        """Read the key from the Secret ``name``, creating it if there is none."""
+        if (found := await cls.find(kube, namespace, name, timeout=timeout)) is not None:
             return found
         seed = Ed25519PrivateKey.generate().private_bytes_raw()
         body: Obj = {
             "metadata": {
-                "name": SECRET_NAME,
+                "name": name,
                 "namespace": namespace,
                 "labels": {"app.kubernetes.io/managed-by": "rlfleet"},
             },
@@ -67,7 +71,7 @@ class SigningKeys:
         try:
             return cls._reading(kube, _seed(await kube.create(SECRETS, namespace, body, timeout=timeout)))
         except AlreadyExists:
-            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, SECRET_NAME, timeout=timeout)))
+            return cls._reading(kube, _seed(await kube.get(SECRETS, namespace, name, timeout=timeout)))
 
     @classmethod
     def _reading(cls, kube: KubeClient, seed: bytes) -> SigningKeys:
@@ -107,5 +111,5 @@ def _seed(secret: Obj) -> bytes:
         return base64.b64decode((secret.get("data") or {})[PRIVATE_FIELD], validate=True)
     except (KeyError, ValueError) as e:
         raise SigningKeyError(
-            f"Secret {SECRET_NAME} has no readable field {PRIVATE_FIELD}; delete it to get a new key"
+            f"Secret {secret['metadata']['name']} has no readable field {PRIVATE_FIELD}; delete it to get a new key"
         ) from e

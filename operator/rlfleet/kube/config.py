@@ -11,13 +11,14 @@ import os
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import (
     ConfigException,
-    load_incluster_config,
     load_kube_config,
 )
+from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
@@ -41,6 +42,19 @@ class Credentials:
 CredentialSource = Callable[[], Awaitable[Credentials]]
 
 
+def service_account_folder() -> Path:
+    """Where the pod's token and the cluster's CA lie (RLFLEET_SERVICE_ACCOUNT_DIR where a container has no mounts)."""
+    return Path(os.environ.get("RLFLEET_SERVICE_ACCOUNT_DIR") or SERVICE_ACCOUNT)
+
+
+def in_cluster_server() -> str:
+    """The apiserver's URL as every pod's environment tells it; empty outside of a cluster."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "")
+    if not host or not port:
+        return ""
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
 def credential_source(kubeconfig: str | None = None, context: str | None = None) -> CredentialSource:
     """A source that reads ``kubeconfig`` (default: KUBECONFIG, ~/.kube/config), or in a pod the service account.
 
@@ -59,7 +73,9 @@ async def load(kubeconfig: str | None = None, context: str | None = None) -> Cre
     explicit = kubeconfig or os.environ.get("KUBECONFIG")
     try:
         if not explicit and os.environ.get("KUBERNETES_SERVICE_HOST"):
-            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+            folder = service_account_folder()
+            loader = InClusterConfigLoader(str(folder / "token"), str(folder / "ca.crt"))  # type: ignore[no-untyped-call]
+            loader.load_and_set(configuration)  # type: ignore[no-untyped-call]
         else:
             await load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=kubeconfig, context=context, client_configuration=configuration, persist_config=False
