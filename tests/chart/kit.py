@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from e2e.chart.base import render
+from e2e.cluster.local import LocalCluster
 
 Obj = dict[str, Any]
 
@@ -105,3 +106,17 @@ def values_file() -> Obj:
 
     loaded: Obj = yaml.safe_load((CHART / "values.yaml").read_text())
     return loaded
+
+
+def run_helm(cluster: LocalCluster, *arguments: str, timeout: float = 180.0) -> str:
+    """helm as admin of the cluster; its output. Fails with its words."""
+    done = subprocess.run(
+        [str(cluster.program("helm")), *arguments],
+        env={"KUBECONFIG": str(cluster.kubeconfig), "HOME": str(cluster.state), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}{done.stdout}"
+    return done.stdout
