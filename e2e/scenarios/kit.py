@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.publisher import CONTROL_PORT
@@ -61,6 +61,30 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+class Process(Protocol):
+    """What tests do with an operator's process."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code as ``poll`` or ``wait`` found it last."""
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, or raise TimeoutExpired."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal."""
+
+
 class Operator:
     """One operator process."""
 
@@ -69,7 +93,7 @@ class Operator:
         self.folder = folder
         self.env = env
         self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.log = folder / "operator.log"
 
     def start(self, *, wait: bool = True) -> None:
@@ -86,20 +110,24 @@ class Operator:
             "RLFLEET_LEADER_ELECT": "false",
             **self.env,
         }
+        with self.log.open("ab") as out:
+            self.process = self.spawn(["operator"], env, out)
+        if wait:
+            wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
+
+    def spawn(self, arguments: list[str], env: dict[str, str], out: IO[bytes]) -> Process:
+        """A process that runs our command line."""
         # It ends with the thread that starts it: tests that were cut short left operators behind, which polled on.
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "rlfleet.app.cli", "operator"],
-                env=env,
-                stdout=out,
-                stderr=out,
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        if wait:
-            wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "rlfleet.app.cli", *arguments],
+            env=env,
+            stdout=out,
+            stderr=out,
+            cwd=self.folder,
+            start_new_session=True,
+        )
 
     def ready(self) -> bool:
         """Its /readyz answers 200."""

@@ -198,7 +198,7 @@ def _content(body: Any) -> str:
             if active is None:
                 return "free"
             return "commit" if active.get("committed") and "committed" in status else f"claim {active.get('kind')}"
-        return "status"
+        return "ports" if set(status) == {"rendezvousClaims"} else "status"
     if "finalizers" in meta:
         return "finalizer" if meta["finalizers"] else "no finalizer"
     return ""

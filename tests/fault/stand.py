@@ -19,9 +19,12 @@ from typing import Any, Self
 
 from e2e.cluster.local import ClusterError, LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, wait_until
+from rlfleet.api.checkpoint import INCARNATION
+from rlfleet.sender import checkpoint
 from tests.fault.calls import Journal
 from tests.fault.history import Recorder
 from tests.fault.invariants import Checker
+from tests.fault.nursery import Nursery, NurseryOperator
 from tests.fault.probe import Prober
 from tests.fault.proxy import FaultProxy
 
@@ -30,6 +33,8 @@ DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
 LEASE = {"RLFLEET_LEASE_SECONDS": "8", "RLFLEET_LEASE_RENEW_SECONDS": "5", "RLFLEET_LEASE_RETRY_SECONDS": "1"}
 #: No write for so long, with polls each second, is quiescence.
 QUIET_SECONDS = 1.5
+#: Where engines of a stand with checkpoints find a version.
+CHECKPOINTS = "/checkpoints/{version}"
 
 
 @dataclass
@@ -93,6 +98,8 @@ class Stand:
     keep: bool = True
     base: bool = True
     routed: bool = False
+    #: No trainer: versions are written as checkpoints to a folder that the engines mount.
+    checkpoints: bool = False
     pipeline: dict[str, Any] = field(default_factory=dict)
     pool: dict[str, Any] = field(default_factory=dict)
     operator_env: dict[str, str] = field(default_factory=dict)
@@ -147,6 +154,7 @@ class Stand:
                 router=lambda: self.router_url,
             )
         )
+        self.nursery = enter(Nursery())
         for number in range(self.instances):
             self.operators.append(self._instance(number))
         self.pushes = enter(
@@ -159,7 +167,8 @@ class Stand:
             self.make_fleet()
 
     def _instance(self, number: int) -> Instance:
-        operator = Operator(self.cluster, self.folder / f"operator-{number}")
+        operator = NurseryOperator(self.cluster, self.folder / f"operator-{number}")
+        operator.nursery = self.nursery
         made = Instance(operator)
         proxy = self._stack.enter_context(
             FaultProxy(
@@ -187,13 +196,38 @@ class Stand:
     def make_fleet(self) -> None:
         """Pipeline, pool, trainer; the base is committed and every engine serves it."""
         fleet = self.fleet
-        fleet.pipeline(**{"sync": {"deadlines": DEADLINES}, "historyLimit": 3, **self.pipeline})
-        fleet.pool(self.engines, backend=self.backend, **self.pool)
-        self.make_trainer()
+        self.apply_pipeline()
+        if self.checkpoints:
+            fleet.pool(self.engines, backend=self.backend, checkpoints=self.folder / "checkpoints", **self.pool)
+            fleet.incarnation = INCARNATION
+        else:
+            fleet.pool(self.engines, backend=self.backend, **self.pool)
+            self.make_trainer()
         self.pods = fleet.ready_engines(self.engines, 300)
-        done = fleet.sync(-1, seed=100)
+        done = fleet.ended(self.order_next()) if self.checkpoints else fleet.sync(-1, seed=100)
         assert done["status"]["phase"] == "Succeeded", done["status"]
         self.version = max(self.version, 0)
+
+    def apply_pipeline(self, **changes: Any) -> None:
+        """Create the pipeline, or change it to what this stand's is with these fields of the spec."""
+        weights = {"weights": {"checkpoint": {"pathTemplate": CHECKPOINTS}}} if self.checkpoints else {}
+        base = {"sync": {"deadlines": DEADLINES}, "historyLimit": 3, **weights}
+        self.fleet.pipeline(**{**base, **self.pipeline, **changes})
+
+    def order_next(self, **how: Any) -> str:
+        """Have the trainer make the next version, and order its round; the round's name. ``how``: see the publisher."""
+        version = self.next_version()
+        if not self.checkpoints:
+            self.fleet.publish(version, **how)
+            return self.fleet.order(version)
+        # Only here: torch is large, and most stands leave it to their trainer.
+        from e2e.sim.model import MODELS
+        from e2e.sim.model_torch import torch_state
+
+        folder = f"{self.folder}/checkpoints/{{version}}"
+        state = torch_state(MODELS["tiny"], 1000 + version)
+        manifest = checkpoint.write(folder, version, state, bucket_bytes=40_000)
+        return self.fleet.order(version, manifestDigest=manifest.digest)
 
     def make_trainer(self) -> None:
         """A trainer whose pushes go through a proxy."""

@@ -283,11 +283,12 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
 
 def healthy(state: State) -> bool:
     """Everybody serves the newest version and nothing is claimed."""
-    if "left" in state:
+    if "engines" not in state:
         return not state["left"]
     engines = state["engines"].values()
     return (
         state["newestIsCommitted"]
+        and not state.get("left")
         and not state["claimed"]
         and not state["finalizers"]
         and all(e["takesRequests"] and e["atCommitted"] for e in engines)
@@ -328,6 +329,7 @@ def swept(
         if not outcome.converged:
             # What comes after would start from a fleet that nobody knows.
             break
+    sweep.scenario.leave()
     return outcomes
 
 

@@ -10,10 +10,12 @@ import os
 
 import pytest
 
+from tests.fault.catalog import SCENARIOS, CatchUp, Takeover
 from tests.fault.conftest import MakeCrew
-from tests.fault.scenarios import SCENARIOS, CatchUp, Round, Scenario, Takeover
+from tests.fault.scenarios import Round, Scenario
 from tests.fault.stand import Stand
 from tests.fault.sweep import KILLS, Outcome, Report, Sweep, Try, sample, swept
+from tests.fault.ways import Blocks, Stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(0)]
 
@@ -22,7 +24,7 @@ MOST_POINTS = int(os.environ.get("RLFLEET_FAULT_POINTS") or 10**6)
 #: `make fault POINT=text` tries those whose name contains the text.
 ONLY = os.environ.get("RLFLEET_FAULT_POINT") or ""
 #: How many of the points are tried by default.
-SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3}
+SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3, Stream: 2, Blocks: 2}
 
 
 def check(outcomes: list[Outcome], stand: Stand) -> None:
