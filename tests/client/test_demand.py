@@ -128,6 +128,19 @@ def test_what_is_not_granted_in_time_is_withdrawn_and_the_error_says_why(fleet: 
     assert wants(fleet) == []
     with pytest.raises(GrantTimeout, match="no operator has answered"):
         trainer.request_gpus(3, timeout=0.5)
+    active = {"kind": "Refresh", "name": "r7", "uid": "u", "generation": 1, "holder": "op", "committed": False}
+    fleet.pipeline_status(activeOperation=active)
+    with pytest.raises(GrantTimeout, match="Refresh r7 owns the engines"):
+        trainer.request_gpus(3, timeout=0.5)
+    assert wants(fleet) == []
+
+
+def test_gpus_that_can_never_come_free_are_refused_at_once(fleet: Fleet, trainer: Client) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(trainer.request_gpus, 3, timeout=SECONDS)
+        answer(fleet, granted=False, reason="Unsupported", message="e-0 can give no device up")
+        with pytest.raises(DemandRefused, match="e-0 can give no device up"):
+            asked.result(SECONDS / 2)
     assert wants(fleet) == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlfleet.api.conditions import Reason
+from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.control.elastic.memory import PAUSE_MAX_SECONDS, ElasticMemory
 from rlfleet.control.pool_elastic import facts_for_conditions, sleepers
@@ -67,9 +68,9 @@ def test_demanded_devices_lower_what_is_to_be_awake() -> None:
     every = pool_kit.pool(replicas=3, shrink="Offload")
     found = sleepers(every, pipeline(grants=[row]), FACTS, NOBODY, memory())
     assert (found.resting, found.awake) == ({"uid-0"}, 2)
-    facts = facts_for_conditions(every, pipeline(grants=[row]), memory(), 0.0)
+    facts = facts_for_conditions(every, pipeline(grants=[row]), memory(), 0)
     assert facts.granted == {Device(NODE, "GPU-0")}
-    assert facts_for_conditions(every, pipeline(grants=[{**row, "granted": False}]), memory(), 0.0).granted == NOBODY
+    assert facts_for_conditions(every, pipeline(grants=[{**row, "granted": False}]), memory(), 0).granted == NOBODY
 
 
 def test_a_sleeper_that_falls_silent_is_not_taken_for_one_that_woke() -> None:
@@ -85,14 +86,31 @@ def test_a_sleeper_that_falls_silent_is_not_taken_for_one_that_woke() -> None:
 
 def test_loading_for_longer_than_a_sync_may_take_is_stuck() -> None:
     known = memory()
-    known.note_state(FACTS[0], EngineState.LOADING, 100.0)
-    known.note_state(FACTS[0], EngineState.LOADING, 150.0)
+    known.note_state(FACTS[0], EngineState.LOADING, 100_000)
+    known.note_state(FACTS[0], EngineState.LOADING, 150_000)
     committed = pipeline(committed={"version": 1})
-    assert facts_for_conditions(POOL, committed, known, 190.0).stuck == NOBODY
-    assert facts_for_conditions(POOL, committed, known, 201.0).stuck == {"uid-0"}
-    assert facts_for_conditions(POOL, pipeline(), known, 201.0).stuck == NOBODY, "the first round is still to come"
-    known.note_state(FACTS[0], EngineState.ACTIVE, 202.0)
-    assert facts_for_conditions(POOL, committed, known, 500.0).stuck == NOBODY
+    assert facts_for_conditions(POOL, committed, known, 190_000).stuck == NOBODY
+    assert facts_for_conditions(POOL, committed, known, 201_000).stuck == {"uid-0"}
+    assert facts_for_conditions(POOL, pipeline(), known, 201_000).stuck == NOBODY, "the first round is still to come"
+    known.note_state(FACTS[0], EngineState.ACTIVE, 202_000)
+    assert facts_for_conditions(POOL, committed, known, 500_000).stuck == NOBODY
+
+
+def test_a_new_operator_does_not_begin_to_count_anew() -> None:
+    rows = [
+        {"podUID": "uid-0", "state": "Loading", "loadingSince": rfc3339(100_000)},
+        {"podUID": "uid-1", "state": "Active"},
+    ]
+    shown = {**POOL, "status": {"engines": rows}}
+    known, committed = PoolMemory.of(shown), pipeline(committed={"version": 1})
+    # Its gate has not answered this process yet: it is shown as booting, and is not taken for another engine.
+    known.note_state(FACTS[0], EngineState.BOOTING, 180_000)
+    known.note_state(FACTS[0], EngineState.LOADING, 190_000)
+    known.note_state(FACTS[1], EngineState.LOADING, 190_000)
+    assert facts_for_conditions(shown, committed, known, 201_000).stuck == {"uid-0"}
+    known.note_state(FACTS[0], EngineState.OFFLOADED, 202_000)
+    known.note_state(FACTS[0], EngineState.LOADING, 203_000)
+    assert facts_for_conditions(shown, committed, known, 291_000).stuck == {"uid-1"}, "it slept meanwhile"
 
 
 def test_what_failed_is_tried_ever_later_and_forgotten_when_it_is_done() -> None:

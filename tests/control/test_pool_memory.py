@@ -48,7 +48,7 @@ def test_engine_that_served_is_forgiven() -> None:
     assert memory.held_back(2)
     good = fact(0, "good")
     memory.see([good], 3)
-    memory.note_state(good, EngineState.ACTIVE, 0.0)
+    memory.note_state(good, EngineState.ACTIVE, 0)
     memory.see([replace(good, finished=True)], 4)
     assert memory.held_back(4) == {}
 

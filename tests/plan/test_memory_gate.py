@@ -12,8 +12,8 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
 from rlfleet.api.v1alpha1.rlpipeline_status import Grant as GrantModel
-from rlfleet.plan.demand import Demand, Grant, grants_of, held_devices
-from rlfleet.plan.elastic import GIB
+from rlfleet.plan.demand import MAX_MESSAGE, Demand, Grant, grants_of, held_devices, while_held
+from rlfleet.plan.elastic import GIB, keeps_devices
 from rlfleet.plan.memory_gate import decide_grants, readings
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
@@ -36,6 +36,7 @@ def decide(engines: list[Engine], *demands: Demand, before: tuple[Grant, ...] = 
         limits=how.pop("limits", {}),
         default_limit=13 * GIB,
         memory=readings([*reports, *how.pop("reports", ())]),
+        keepers=how.pop("keepers", frozenset()),
     )
 
 
@@ -89,6 +90,43 @@ def test_placement_makes_a_device_shared_even_while_its_engine_is_gone() -> None
 def test_limits_are_of_the_pool_whose_engine_lies_there() -> None:
     assert decide([asleep(0)], limits={D0: GIB})[0].reason is Reason.RESIDUAL_MEMORY_HIGH
     assert "1.0 GiB" in decide([asleep(0)], limits={D0: GIB})[0].message
+
+
+def test_devices_that_the_scheduler_gives_to_anybody_are_refused_with_the_remedy() -> None:
+    (grant,) = decide([awake(0), awake(1, pool="b")], keepers=frozenset({"a"}))
+    assert (grant.granted, grant.reason) == (False, Reason.UNSUPPORTED)
+    assert "a-0 can give no device up" in grant.message
+    assert "spec.shrink: Offload" in grant.message
+    assert decide([awake(0)], keepers=frozenset({"b"}))[0].reason is Reason.ENGINES_AWAKE
+    assert decide([asleep(0)], keepers=frozenset({"a"}))[0].granted, "whoever sleeps all the same has given it up"
+    assert decide([awake(0)], demand(D1), keepers=frozenset({"a"}))[0].granted, "no engine lies there"
+
+
+@pytest.mark.parametrize(
+    ("spec", "keeps"),
+    [
+        ({}, True),
+        ({"placement": {"mode": "Scheduler"}, "shrink": "Delete"}, True),
+        ({"shrink": "Offload"}, False),
+        ({"placement": {"mode": "Pinned"}, "shrink": "Delete"}, False),  # its pods go for a demand
+        ({"placement": {"mode": "Pinned"}}, False),
+        ({"placement": {"mode": "Claims"}}, False),
+    ],
+)
+def test_which_pools_give_no_device_up(spec: dict[str, Any], keeps: bool) -> None:
+    assert keeps_devices({"spec": spec}) is keeps
+
+
+def test_a_round_that_holds_engines_is_what_a_demand_waits_for() -> None:
+    waiting, shut, granted = decide(
+        [awake(0), asleep(1, devices=devices("GPU-1")), asleep(2)],
+        *(demand(d, cluster=c) for d, c in ((D0, "a"), (D1, "b"), (D2, "c"))),
+    )
+    found = while_held((waiting, shut, granted), "p-0123456789abcdef0123")
+    assert found[0].reason is Reason.HOLDING
+    assert "p-0123456789abcdef0123" in found[0].message
+    assert len(found[0].message) <= MAX_MESSAGE, "nothing of it is cut off in status"
+    assert found[1:] == (shut, granted), "what else stands in the way, and what is free already, is said as ever"
 
 
 def test_a_grant_stands_until_it_is_withdrawn_or_for_another_step() -> None:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlfleet.api import labels
+from rlfleet.api.conditions import Reason
 from rlfleet.api.progress import StreamProgress, aggregate
 from rlfleet.api.v1alpha1 import RLPipeline
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority, Grant
@@ -37,6 +38,7 @@ ACTOR = "actor-train"
 WRITE_SECONDS = 60.0
 #: Name of a trainer that has no pod UID.
 NO_POD = "outside-the-cluster"
+_NOT_SEEN = "NotSeen"
 
 
 class Demanding(Reader):
@@ -97,7 +99,8 @@ class Demanding(Reader):
         Free means: every engine on them is Offloaded or gone, and the whole device's memory in use is within the
         pool's residualMemoryGiB. ``devices``: ``[{"node": ..., "devices": [UUID, ...]}]``, default: the whole train
         pool. ``cluster``: which part of the trainer asks; one request each. ``on_progress``: called with (reason, what
-        it waits for). Raises GrantTimeout, after withdrawing the request, with what stood in the way.
+        it waits for). Raises GrantTimeout with what stood in the way, and DemandRefused where these GPUs can never
+        come free; the request is withdrawn then.
         """
         now = time.monotonic()
         wait = Wait(now, now + timeout, on_progress or say_nothing)
@@ -113,22 +116,26 @@ class Demanding(Reader):
         def seen(pipeline: RLPipeline) -> Grant | None:
             return next((g for g in pipeline.status.grants if g.cluster == cluster and g.id == request["id"]), None)
 
-        def granted(pipeline: RLPipeline) -> bool:
+        def decided(pipeline: RLPipeline) -> bool:
             grant = seen(pipeline)
-            if grant is not None and not grant.granted:
-                wait.tell(grant.reason, grant.message)
-            return grant is not None and grant.granted
+            if grant is None or grant.granted:
+                if grant is None:
+                    wait.tell(_NOT_SEEN, _unanswered(pipeline))
+                return grant is not None
+            wait.tell(grant.reason, grant.message)
+            return grant.reason == Reason.UNSUPPORTED.value
 
         with self._writing:
             self._demand = None  # whoever waits for an answer must have asked the pipeline that is there now
         try:
             self._write(lambda spec: _with_request(spec, cluster, request), timeout)
-            found = seen(self._pipeline_until(wait, granted))
+            pipeline = self._pipeline_until(wait, decided)
+            found = seen(pipeline)
             if found is None or not found.granted:
-                reason = found.reason if found is not None else "NotSeen"
-                why = (
-                    f"{found.reason}: {found.message}" if found is not None else "no operator has answered the request"
-                )
+                reason = found.reason if found is not None else _NOT_SEEN
+                why = f"{found.reason}: {found.message}" if found is not None else _unanswered(pipeline)
+                if reason == Reason.UNSUPPORTED.value:
+                    raise errors.DemandRefused(f"GPUs for step {step} ({cluster}) can not be had: {why}")
                 raise errors.GrantTimeout(
                     f"GPUs for step {step} ({cluster}) were not free within {timeout:g} s: {why}. The request was "
                     "withdrawn; engines that went to sleep for it wake again",
@@ -222,6 +229,13 @@ class Demanding(Reader):
         # null removes what another trainer had and this one has not.
         patch = {"metadata": meta, "spec": {**spec, "trainer": {"podName": None, **spec["trainer"]}}}
         return self._api.merge(DEMANDS, self.pipeline_name, patch, until)
+
+
+def _unanswered(pipeline: RLPipeline) -> str:
+    running = pipeline.status.active_operation
+    if running is None:
+        return "no operator has answered the request"
+    return f"{running.kind.value} {running.name} owns the engines, the request is answered when it has ended"
 
 
 def _streams_of(spec: Mapping[str, Any]) -> dict[str, StreamProgress]:

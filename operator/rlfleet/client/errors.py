@@ -135,7 +135,7 @@ class GrantTimeout(ClientError):
 
 
 class DemandRefused(ClientError):
-    """The apiserver did not take a report or request; the message names the field."""
+    """The apiserver did not take a report or request (the message names the field), or the GPUs can never come free."""
 
 
 class WaitTimeout(ClientError):

@@ -16,7 +16,7 @@ from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.control.rounds.rendezvous import gone_claimants
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.plan.blocks import block_rows, moves
-from rlfleet.plan.demand import grants_of
+from rlfleet.plan.demand import Grant, grants_of
 from rlfleet.plan.identity import unrecorded
 from rlfleet.plan.pipeline import FleetFacts, conditions, count
 from rlfleet.plan.rendezvous import Claim, claims_of, judged, leak_message, rows
@@ -50,8 +50,8 @@ class PipelineView:
         self.gone_claimants: frozenset[str] = frozenset()
         #: Engines that would not sleep or wake; None: there are none.
         self.unmoved: tuple[Reason, str] | None = None
-        #: What became of the trainer's demands; as recorded until they are decided anew.
-        self.grants = grants_of(ledger.status)
+        #: What became of the trainer's demands, once they are decided anew; None: as recorded.
+        self.grants: tuple[Grant, ...] | None = None
         #: Progress of the rollouts; as recorded until the trainer's report is read.
         self.progress: Obj | None = ledger.status.get("progress")
         #: Why closed engines wait for a Refresh; empty: they do not.
@@ -116,6 +116,10 @@ class PipelineView:
             self.ctx.events.record(self.ledger.pipeline, "Warning", Reason.BLOCK_MOVED.value, moved, action="Plan")
         return rows
 
+    def _grants(self) -> tuple[Grant, ...]:
+        """A round that holds engines records demands itself, so what is recorded is read as late as possible."""
+        return grants_of(self.ledger.status) if self.grants is None else self.grants
+
     def _topology(self, blocks: list[Obj]) -> tuple[bool | None, Reason, str]:
         transport = self.ledger.spec["transport"]
         return topology_valid(
@@ -139,7 +143,7 @@ class PipelineView:
             **self.sender_status(),
             "rendezvousClaims": rows(claims),
             "engines": facts.counts,
-            "grants": [g.row() for g in self.grants] or None,
+            "grants": [g.row() for g in self._grants()] or None,
             "blocks": blocks or None,
             "progress": self.progress,
             "conditions": conditions(

@@ -105,7 +105,7 @@ class PoolReconciler:
             return Done()
         memory = self._memories.get(key)
         if memory is None or memory.uid != pool["metadata"]["uid"]:
-            memory = self._memories[key] = PoolMemory(pool["metadata"]["uid"])
+            memory = self._memories[key] = PoolMemory.of(pool)
         found = routers.resolve(pool, ctx.pods)
         await self._note_routers(key, found)
         facts = self._facts(pool)
@@ -297,9 +297,10 @@ class PoolReconciler:
                 )
                 if derived.state is EngineState.QUARANTINED and memory.states.get(pod.uid) not in (None, derived.state):
                     self._ctx.metrics.quarantined((derived.reason or Reason.NOT_PROVEN).value)
-                memory.note_state(pod, derived.state, self._ctx.clock.monotonic())
+                memory.note_state(pod, derived.state, self._ctx.now_ms())
                 outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index, texts)
-                rows.append(Row(pod, derived, gate, answered, outdated))
+                since = memory.loading_since.get(pod.uid)
+                rows.append(Row(pod, derived, gate, answered, outdated, rfc3339(since) if since is not None else ""))
         return rows
 
     # ------------------------------------------------------------------------------------------ reporting
@@ -335,7 +336,7 @@ class PoolReconciler:
             problems=tuple(dict.fromkeys(out.problems)),
             waits=(*plan.waits, *sleep.waits),
             awake=sleep.awake,
-            elastic=facts_for_conditions(pool, pipeline, memory, ctx.clock.monotonic()),
+            elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))

@@ -92,13 +92,13 @@ def sleepers(
 
 
 def facts_for_conditions(
-    pool: Mapping[str, Any], pipeline: Mapping[str, Any] | None, memory: PoolMemory, now: float
+    pool: Mapping[str, Any], pipeline: Mapping[str, Any] | None, memory: PoolMemory, now_ms: int
 ) -> Elastic:
     """What StuckLoading and ResidualMemoryHigh are judged by."""
     status = (pipeline or {}).get("status") or {}
     deadlines = (((pipeline or {}).get("spec") or {}).get("sync") or {}).get("deadlines") or {}
     patience = int(deadlines.get("stagingSeconds", 600)) + int(deadlines.get("pausedSeconds", 150))
-    stuck = {u for u, since in memory.loading_since.items() if now - since > patience}
+    stuck = {u for u, since in memory.loading_since.items() if now_ms - since > patience * 1000}
     return Elastic(
         residual_bytes=ceiling(pool).residual_bytes,
         granted=held_devices(g for g in grants_of(status) if g.granted),

@@ -1,14 +1,17 @@
 """What the pool reconciler remembers between two runs about one pool.
 
 Invariant: all of it can be lost at any moment (an operator restart) without a wrong action: it saves calls, paces
-retries, and holds what is not known otherwise of pods that are already gone.
+retries, and holds what is not known otherwise of pods that are already gone. Since when engines load is taken over from
+status, so that no restart refills a patience.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
+from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import GateStatus
 from rlfleet.control.silence import Silence
@@ -17,6 +20,8 @@ from rlfleet.plan.lifecycle import PodFact
 #: Seconds before the second, third, ... replacement of an engine that never became active; the first is immediate.
 FAILURE_PAUSE = 5.0
 FAILURE_PAUSE_MAX = 300.0
+#: What an engine is shown as while its gate has not answered this process yet, whatever it was before.
+_UNHEARD = frozenset({EngineState.PENDING, EngineState.BOOTING})
 
 
 @dataclass(slots=True)
@@ -51,8 +56,8 @@ class PoolMemory:
     drain_until: dict[str, float] = field(default_factory=dict)
     predecessors: dict[int, str] = field(default_factory=dict)
     failures: dict[int, Failures] = field(default_factory=dict)
-    loading_since: dict[str, float] = field(default_factory=dict)
-    """Since when a pod's engine has been Loading, as seen by this process."""
+    loading_since: dict[str, int] = field(default_factory=dict)
+    """Since when a pod's engine has been Loading, in milliseconds since the epoch."""
     ever_active: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
     swept: set[str] = field(default_factory=set)
@@ -62,6 +67,13 @@ class PoolMemory:
     namespace_ending: bool = False
     """The apiserver makes no pods any more, because it is deleting the namespace; that is final."""
     status_at: float | None = None
+
+    @classmethod
+    def of(cls, pool: Mapping[str, Any]) -> Self:
+        """A new memory, with what the pool's status knows of the time before."""
+        rows = (pool.get("status") or {}).get("engines") or ()
+        since = {str(r["podUID"]): epoch_ms(r["loadingSince"]) for r in rows if r.get("podUID") and "loadingSince" in r}
+        return cls(str(pool["metadata"]["uid"]), loading_since=since)
 
     def see(self, facts: Iterable[PodFact], now: float) -> tuple[list[PodFact], list[PodFact]]:
         """Take in the pods as seen now. Returns (newly failed, newly lost: gone without our deleting them)."""
@@ -99,12 +111,12 @@ class PoolMemory:
             uid in self.gates and uid not in self.refusals and not self.silence.lasts(uid)
         )
 
-    def note_state(self, fact: PodFact, state: EngineState, now: float) -> None:
+    def note_state(self, fact: PodFact, state: EngineState, now_ms: int) -> None:
         """Remember the state that was derived for a pod."""
         self.states[fact.uid] = state
         if state is EngineState.LOADING:
-            self.loading_since.setdefault(fact.uid, now)
-        else:
+            self.loading_since.setdefault(fact.uid, now_ms)
+        elif state not in _UNHEARD:
             self.loading_since.pop(fact.uid, None)
         if state is EngineState.ACTIVE:
             self.ever_active.add(fact.uid)

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlfleet.api.conditions import Reason
@@ -149,3 +149,14 @@ def progress_row(found: Progress | None, before: Mapping[str, Any] | None) -> di
 def held_devices(grants: Iterable[Grant]) -> frozenset[Device]:
     """Devices on which engines are to sleep: every demanded one, whether it is granted yet or not."""
     return frozenset(d for g in grants for d in g.demand.devices)
+
+
+def while_held(grants: Iterable[Grant], round: str) -> tuple[Grant, ...]:
+    """The same, where what is waited for is the end of a round that holds the engines: it says so, and what ends it."""
+    why = (
+        f"SyncRound {round} is Holding and owns the engines there: they sleep when it has ended. A newer sync ends it, "
+        "a cancel, or the end of the pods that it misses"
+    )
+    return tuple(
+        replace(g, reason=Reason.HOLDING, message=why) if g.reason is Reason.ENGINES_AWAKE else g for g in grants
+    )

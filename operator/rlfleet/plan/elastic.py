@@ -53,6 +53,11 @@ def shrinks_by_delete(pool: Mapping[str, Any]) -> bool:
     return str(spec.get("shrink") or by_placement) == "Delete"
 
 
+def keeps_devices(pool: Mapping[str, Any]) -> bool:
+    """No demand can free its devices: the scheduler placed its engines, and gives a deleted one's GPU to anybody."""
+    return shrinks_by_delete(pool) and (pool["spec"].get("placement") or {}).get("mode", "Scheduler") == "Scheduler"
+
+
 def wanted_pods(pool: Mapping[str, Any]) -> int:
     """How many engines should have a pod: with shrink Delete the ceiling is one of pods."""
     replicas = int(pool["spec"].get("replicas", 1))

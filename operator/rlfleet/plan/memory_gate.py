@@ -53,11 +53,13 @@ def decide_grants(
     limits: Mapping[Device, int],
     default_limit: int,
     memory: Mapping[Device, Reading],
+    keepers: frozenset[str] = frozenset(),
 ) -> tuple[Grant, ...]:
     """The grants of these demands now, in the order in which they are served.
 
     ``shared``: devices that placement gives to engines beside those on which engines are seen. ``limits``: bytes that
-    may be in use on a device. A demand that nobody has any more leaves no grant: that is how devices are given back.
+    may be in use on a device. ``keepers``: pools whose engines give no device up for a demand. A demand that nobody has
+    any more leaves no grant: that is how devices are given back.
     """
     standing = {g.demand: g for g in before if g.granted}
     out: list[Grant] = []
@@ -70,7 +72,13 @@ def decide_grants(
             out.append(known)
             continue
         grant = _held_by_another(demand, taken) or check(
-            demand, engines=engines, shared=shared, limits=limits, default_limit=default_limit, memory=memory
+            demand,
+            engines=engines,
+            shared=shared,
+            limits=limits,
+            default_limit=default_limit,
+            memory=memory,
+            keepers=keepers,
         )
         if grant.granted:
             taken |= dict.fromkeys(demand.devices, demand.cluster)
@@ -94,6 +102,7 @@ def check(
     limits: Mapping[Device, int],
     default_limit: int,
     memory: Mapping[Device, Reading],
+    keepers: frozenset[str] = frozenset(),
 ) -> Grant:
     """The memory gate for one demand: granted, or the first thing that stands in its way."""
     if not demand.devices:
@@ -106,6 +115,13 @@ def check(
         return Grant(demand, False, Reason.TOPOLOGY_UNKNOWN, what)
     there = [e for e in live if e.devices is not None and e.devices & demand.devices]
     awake = sorted(e.name for e in there if not is_offloaded(e.status))
+    kept = sorted(e.name for e in there if e.name in awake and e.pool in keepers)
+    if kept:
+        what = (
+            f"{_some(kept)} can give no device up: its pool shrinks by deletion, and the scheduler gives a free GPU to "
+            "anybody. Set spec.shrink: Offload there, or use placement Claims or Pinned"
+        )
+        return Grant(demand, False, Reason.UNSUPPORTED, what)
     if awake:
         return Grant(demand, False, Reason.ENGINES_AWAKE, f"{_some(awake)} must be Offloaded or gone first")
     # A device that no engine uses is the trainer's alone: what lies in its memory is the trainer's business.

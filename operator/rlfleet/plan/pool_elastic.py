@@ -31,6 +31,8 @@ class Row:
     gate: GateStatus | None = None
     answered: bool = False
     outdated: bool = False
+    loading_since: str = ""
+    """Since when it has been Loading, in RFC 3339; empty: it is something else."""
 
 
 @dataclass(frozen=True, slots=True)

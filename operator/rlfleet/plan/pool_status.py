@@ -115,6 +115,7 @@ def entry(row: Row, observed: Observed) -> dict[str, Any]:
         "fence": gate.fence.generation if gate and gate.fence.generation else None,
         "routed": routed(row, observed.routers),
         "failure": row.derived.failure[:_MAX_FAILURE] if row.derived.reason not in _NORMAL else None,
+        "loadingSince": row.loading_since,
     }
     return {k: v for k, v in found.items() if v is not None and v != ""}
 

@@ -21,6 +21,7 @@ from rlfleet.api.v1alpha1.common import (
     ReasonText,
     ShortText,
     Status,
+    Time,
     Uid,
     WeightVersion,
 )
@@ -88,6 +89,11 @@ class EngineEntry(Status):
         description="Whether every router lists it; absent when that is unknown or the pool has no router.",
     )
     failure: ShortText | None = Field(default=None, description="What is wrong with it: a reason, then what is known.")
+    loading_since: Time | None = Field(
+        default=None,
+        description="Since when it is awake and closed (Loading); absent once it is anything else. Condition "
+        "StuckLoading counts from here, so that a restart of the operator does not begin anew.",
+    )
 
 
 class CatchUpCount(Status):

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlfleet.api.conditions import Reason
-from rlfleet.control.demand import read_demand
+from rlfleet.control.demand import answer, read_demand
 from rlfleet.control.elastic.work import ElasticWork, Preempted, trouble_of
 from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.rounds.ledger import Ledger
-from rlfleet.plan.demand import Grant, grants_of, held_devices, progress_row
-from rlfleet.plan.elastic import DEFAULT_RESIDUAL_GIB, GIB, ceiling, limits_of, plan_elastic, unmoved
-from rlfleet.plan.memory_gate import decide_grants, readings
+from rlfleet.plan.demand import held_devices, progress_row
+from rlfleet.plan.elastic import plan_elastic, unmoved
 from rlfleet.plan.rounds import has_weights
 
 if TYPE_CHECKING:
@@ -35,37 +34,20 @@ class Step:
     """Seconds until something is due."""
 
 
-async def grants_now(ctx: Context, ledger: Ledger, view: PipelineView) -> tuple[Grant, ...]:
-    """The trainer's demands, each granted or with what stands in its way."""
-    before = grants_of(ledger.status)
+async def _hear(ctx: Context, ledger: Ledger, view: PipelineView) -> None:
+    """What the trainer says now: its progress, and its demands with what becomes of them."""
     says = await read_demand(ctx, ledger, train=view.sender.train.devices)
     view.progress = progress_row(says.progress, ledger.status.get("progress"))
     done = says.progress.completed / says.progress.target if says.progress is not None else None
     ctx.metrics.progress(ledger.namespace, ledger.name, done)
-    demands = says.demands
-    if not demands and not before:
-        return ()
-    fleet = view.fleet
-    pools = {n: ceiling(p) for n, p in fleet.pools.items() if p["spec"]["pipeline"] == ledger.name}
-    engines = list(fleet.engines.values())
-    reports = [e.status.devices for e in engines if e.status is not None and not e.gone]
-    if view.sender.status is not None:
-        reports.append(view.sender.status.devices)
-    return decide_grants(
-        demands,
-        before,
-        engines=engines,
-        shared=frozenset(d for p in pools.values() for d in p.devices),
-        limits=limits_of(engines, pools),
-        default_limit=min((p.residual_bytes for p in pools.values()), default=int(DEFAULT_RESIDUAL_GIB * GIB)),
-        memory=readings(reports),
-    )
+    view.grants = answer(says, ledger, view.fleet, view.sender)
 
 
 async def step(ctx: Context, ledger: Ledger, view: PipelineView, preempted: Preempted) -> Step:
     """Take one step towards who is to sleep and who is to be awake."""
     fleet, now = view.fleet, ctx.clock.monotonic()
-    view.grants = await grants_now(ctx, ledger, view)
+    await _hear(ctx, ledger, view)
+    assert view.grants is not None
     fleet.held = held_devices(view.grants)
     fleet.rest()
     if [g.row() for g in view.grants] != list(ledger.status.get("grants") or ()):

@@ -26,7 +26,6 @@ from rlfleet.control.rounds.objects import committed_of, is_terminal, ref_of
 from rlfleet.control.rounds.plan_record import plan_row, summary
 from rlfleet.control.rounds.preparing import cut_of
 from rlfleet.control.rounds.results import ok, why
-from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.kube.resources import ENGINEPOOLS, SYNCROUNDS
 from rlfleet.plan.allowance import spent
@@ -37,7 +36,7 @@ from rlfleet.plan.catchup import (
     needs,
     outdated,
 )
-from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of, path_template
+from rlfleet.plan.checkpoint import is_shelf, mode_of, path_template
 from rlfleet.plan.rounds import Committed, Member, held
 from rlfleet.plan.topology import Identity
 from rlfleet.plan.triage import triage
@@ -157,15 +156,7 @@ class CatchUpReady(Executor):
                 "Succeeded", "Planned", Reason.ALREADY_COMMITTED, "none of these engines needs to catch up any more"
             )
             return None
-        target = Target(
-            operation=self.round_uid,
-            version=committed.version,
-            manifest_digest=committed.manifest_digest,
-            total_bytes=slot.total_bytes,
-            sender_incarnation=self.sender.status.incarnation,
-            path=checkpoint_path(self.ledger.spec, committed.version),
-        )
-        return self.transfer(plan, target)
+        return self.transfer(plan, self.target(slot))
 
     async def _say_planned(self, transfer: Transfer) -> None:
         plan = transfer.plan

@@ -240,16 +240,27 @@ class Executor:
         else:
             await closing.reopen(transfer)
 
+    def target(self, slot: wire.SenderCache) -> Target:
+        """What this round brings: the weights in one slot of the sender."""
+        assert self.sender.status is not None
+        return self._target(slot.version, slot.manifest_digest, slot.total_bytes, self.sender.status.incarnation)
+
     def target_from_status(self) -> Target:
         """What a predecessor planned to bring."""
-        status = self.ledger.round_status
+        status, spec = self.ledger.round_status, self.round_spec
+        incarnation = str(spec.get("senderIncarnation") or "")
+        return self._target(
+            int(spec["version"]), str(status["manifestDigest"]), int(status.get("bytes") or 1), incarnation
+        )
+
+    def _target(self, version: int, digest: str, total_bytes: int, incarnation: str) -> Target:
         return Target(
             operation=self.round_uid,
-            version=int(self.round_spec["version"]),
-            manifest_digest=str(status["manifestDigest"]),
-            total_bytes=int(status.get("bytes") or 1),
-            sender_incarnation=str(self.round_spec.get("senderIncarnation") or ""),
-            path=checkpoint_path(self.ledger.spec, int(self.round_spec["version"])),
+            version=version,
+            manifest_digest=digest,
+            total_bytes=total_bytes,
+            sender_incarnation=incarnation,
+            path=checkpoint_path(self.ledger.spec, version),
         )
 
     def transfer(self, plan: RoundPlan, target: Target) -> Transfer:

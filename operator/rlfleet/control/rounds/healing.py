@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
+from rlfleet.control.demand import hear_demands
 from rlfleet.control.rounds.exits import look_for_exits
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
@@ -53,6 +54,7 @@ class Healing:
         while True:
             # A deposed operator observes the same fleet as its successor: it must stop before it acts on it.
             await self.ledger.still_ours()
+            await hear_demands(self.run)
             outcome, verdicts = await self.closing.look(transfer)
             if outcome.next in (Next.HOLD, Next.WAIT_FENCE) and (message := self._message(outcome)) != said:
                 waits = outcome.next is Next.WAIT_FENCE

@@ -16,7 +16,6 @@ from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.peers import PeerError
 from rlfleet.control.rounds.plan_record import plan_row, summary
 from rlfleet.control.rounds.results import why
-from rlfleet.control.rounds.target import Target
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of
 from rlfleet.plan.freeze import freeze
@@ -40,19 +39,11 @@ async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
     slot = await _taken_hold(run, closing)
     if slot is None:
         return None
-    assert run.sender.status is not None
     plan = await _frozen_for_sure(run, slot)
     if isinstance(plan, Refusal):
         await closing.refuse("Planned", plan.reason, plan.message)
         return None
-    target = Target(
-        operation=run.round_uid,
-        version=slot.version,
-        manifest_digest=slot.manifest_digest,
-        total_bytes=slot.total_bytes,
-        sender_incarnation=run.sender.status.incarnation,
-        path=checkpoint_path(run.ledger.spec, slot.version),
-    )
+    target = run.target(slot)
     now = rfc3339(run.ctx.now_ms())
     run.lap("planMs", started)
     await run.phase(

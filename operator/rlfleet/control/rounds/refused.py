@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
+from rlfleet.control.demand import hear_demands
 from rlfleet.control.rounds.exits import look_for_exits
 from rlfleet.control.rounds.healing import TURN_SECONDS, replace_pods
 from rlfleet.control.rounds.ledger import API_SECONDS
@@ -97,6 +98,7 @@ class RefusedHold:
         while True:
             await self.ledger.still_ours()
             await self._observe()
+            await hear_demands(self.run)
             closed = self.closed(uids)
             wishes, newer = await look_for_exits(self.run, self.ending)
             rested = fresh or self.ctx.clock.monotonic() >= began + START_OVER_SECONDS
