@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from e2e.cluster.local import LocalCluster
+from e2e.cluster.local import ClusterError, LocalCluster
 
 NODES = 4
 _GONE_SECONDS = 90.0
+_POLICY_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +41,40 @@ def temporary_namespace(cluster: LocalCluster) -> Iterator[str]:
     while pods := cluster.get("pods", f"--namespace={name}")["items"]:
         assert time.monotonic() < deadline, f"pods stay in {name}: {[pod['metadata']['name'] for pod in pods]}"
         time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def admission_policy(cluster: LocalCluster) -> None:
+    """The chart's admission policies are in force: the apiserver reads them a moment after they were applied."""
+    name = f"t-{uuid.uuid4().hex[:10]}"
+    meta = {"name": "probe", "namespace": name}
+    rules = [{"apiGroups": ["rlfleet.dev"], "resources": ["trainerdemands"], "verbs": ["create"]}]
+    rbac = "rbac.authorization.k8s.io"
+    cluster.kubectl("create", "namespace", name)
+    cluster.apply(
+        {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": meta, "rules": rules},
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "roleRef": {"apiGroup": rbac, "kind": "Role", "name": "probe"},
+            "subjects": [{"apiGroup": rbac, "kind": "User", "name": "probe"}],
+        },
+    )
+    spec = {"trainer": {"podUID": "u"}}
+    demand = {"apiVersion": "rlfleet.dev/v1alpha1", "kind": "TrainerDemand", "metadata": meta, "spec": spec}
+    deadline = time.monotonic() + _POLICY_SECONDS
+    while True:
+        try:
+            cluster.kubectl("create", "--dry-run=server", "--as=probe", "-f", "-", input=json.dumps(demand))
+        except ClusterError as refusal:
+            if "ValidatingAdmissionPolicy" in str(refusal):
+                break
+            if "cannot create resource" not in str(refusal):  # the Role is read a moment late, too
+                raise
+        assert time.monotonic() < deadline, "the admission policies are not enforced"
+        time.sleep(0.1)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture

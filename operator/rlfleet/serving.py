@@ -13,11 +13,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from rlfleet.api.wire import ErrorBody, ErrorReason
+from rlfleet.tls import ServerTLS
 
 #: Seconds from the connection to the end of the first request's head.
 HEAD_SECONDS = 5.0
@@ -119,8 +121,9 @@ async def listen(
     head_seconds: float = HEAD_SECONDS,
     idle_seconds: float = IDLE_SECONDS,
     read_buffer: int = 2**16,
+    tls: ServerTLS | None = None,
 ) -> Listener:
-    """Serve ``app`` at an address and port, or on a socket that listens already."""
+    """Serve ``app`` at an address and port, or on a socket that listens already; with ``tls`` over nothing else."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_seconds)
     await runner.setup()
     server = runner.server
@@ -130,11 +133,12 @@ async def listen(
         return _Connection(server, head_seconds, idle_seconds, read_buffer)
 
     loop = asyncio.get_running_loop()
+    secure: dict[str, Any] = {"ssl": tls.context(), "ssl_handshake_timeout": head_seconds} if tls is not None else {}
     try:
         if isinstance(at, tuple):
-            tcp = await loop.create_server(connection, *at, backlog=128)
+            tcp = await loop.create_server(connection, *at, backlog=128, **secure)
         else:
-            tcp = await loop.create_server(connection, sock=at)
+            tcp = await loop.create_server(connection, sock=at, **secure)
     except OSError:
         await runner.cleanup()
         raise

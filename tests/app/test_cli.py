@@ -76,6 +76,8 @@ def test_switches_and_lists() -> None:
         (("--lease-name", ""), "must not be empty"),
         (("--watch-namespaces", "a,B_c"), "'B_c' is no namespace's name"),
         (("--peer-proxy", "proxy:3128"), r"--peer-proxy \(RLFLEET_PEER_PROXY\) must be an http:// URL"),
+        (("--tls-secret", "certs"), r"--tls-secret \(RLFLEET_TLS_SECRET\) and --peer-ca-file .* go together"),
+        (("--peer-ca-file", "ca.crt"), "go together"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_name(
@@ -85,6 +87,15 @@ def test_settings_that_cannot_be_used_are_refused_by_name(
         loaded(*flags)
     assert main(["operator", *flags]) == 2
     assert "rlfleet operator:" in capsys.readouterr().err
+
+
+def test_a_file_of_authorities_that_is_not_there_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["operator", "--tls-secret", "certs", "--peer-ca-file", str(tmp_path / "nothing.crt")]) == 2
+    said = capsys.readouterr().err
+    assert "--peer-ca-file (RLFLEET_PEER_CA_FILE)" in said
+    assert "nothing.crt" in said
 
 
 def test_version_and_crds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ from rlfleet.plan.deletion import FINALIZERS
 from tests.chart.kit import NAMESPACED, OFF, ON, VARIANTS, Obj, chart, of_kind, one, pod_specs, refusal, values_file
 
 #: Settings that the chart gives by other values, or not at all: a pod has no kubeconfig, and always an election.
-GIVEN = {"namespace", "watch_namespaces", "lease_name", "signing_key_secret", "health_bind"}
+GIVEN = {
+    "namespace",
+    "watch_namespaces",
+    "lease_name",
+    "signing_key_secret",
+    "health_bind",
+    "tls_secret",
+    "peer_ca_file",
+}
 NOT_GIVEN = {"kubeconfig", "identity", "leader_elect"}
 
 
@@ -161,9 +169,7 @@ def test_probes_and_a_second_to_stand_by(tmp_path: Path) -> None:
 
 def test_what_is_off_is_not_there(tmp_path: Path) -> None:
     objects = chart(tmp_path, OFF)
-    assert {o["kind"] for o in objects} <= {"Deployment", "NetworkPolicy"} | {
-        o["kind"] for o in objects if o["kind"].startswith("ValidatingAdmission")
-    }
+    assert {o["kind"] for o in objects} == {"Deployment"}
     spec = one(objects, "Deployment")["spec"]["template"]["spec"]
     assert spec["serviceAccountName"] == "mine"
     assert "topologySpreadConstraints" not in spec

@@ -53,7 +53,7 @@ def rule(resource: str, *verbs: str) -> dict[str, Any]:
 def test_in_a_pod_the_service_account_is_used_and_its_token_read_again(
     cluster: LocalCluster, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = grant(cluster, fleet.namespace, [rule("rlpipelines", "get"), rule("syncrounds", "get", "create")])
+    token = grant(cluster, fleet.namespace, [rule("rlpipelines", "get", "sync"), rule("syncrounds", "get", "create")])
     host, _, port = credentials.find(cluster.kubeconfig).server.removeprefix("https://").rpartition(":")
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
@@ -91,6 +91,25 @@ def test_a_kubeconfig_without_rights_names_the_verb(cluster: LocalCluster, fleet
     ):
         client.sync(1, sender_incarnation=INCARNATION, timeout=SECONDS)
     assert refused.value.verb == "create"
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("admission_policy")
+def test_a_trainer_of_another_pipeline_is_told_which_verb_it_lacks(
+    cluster: LocalCluster, fleet: Fleet, tmp_path: Path
+) -> None:
+    theirs = {**rule("rlpipelines", "sync"), "resourceNames": ["another"]}
+    token = grant(cluster, fleet.namespace, [rule("rlpipelines", "get"), theirs, rule("syncrounds", "create")])
+    path = tmp_path / "kubeconfig"
+    server = credentials.find(cluster.kubeconfig).server
+    pki.write_kubeconfig(path, server, cluster.state / "pki" / "ca.crt", token=token, namespace=fleet.namespace)
+    with (
+        Client(fleet.namespace, "demo", path) as client,
+        pytest.raises(Forbidden, match=r'Grant the verb "sync" on rlpipelines\.rlfleet\.dev') as refused,
+    ):
+        client.sync(1, sender_incarnation=INCARNATION, timeout=SECONDS)
+    assert (refused.value.verb, refused.value.resource) == ("sync", "rlpipelines")
+    assert fleet.rounds() == []
 
 
 @pytest.mark.cluster

@@ -19,7 +19,7 @@ from rlfleet.kube.resources import SECRETS
 async def test_operators_that_start_together_share_one_key(cluster: LocalCluster, namespace: str) -> None:
     async with KubeClient(credential_source(str(cluster.kubeconfig))) as kube:
         several = await asyncio.gather(*(SigningKeys.load(kube, namespace) for _ in range(4)))
-        assert len({k.kid for k in several}) == 1
+        assert len({k.current.kid for k in several}) == 1
         again = await SigningKeys.load(kube, namespace)
         assert again.public_text() == several[0].public_text()
         secret = await kube.get(SECRETS, namespace, SECRET_NAME, timeout=10)
@@ -39,7 +39,7 @@ async def test_secret_without_a_usable_key_is_refused_by_name(cluster: LocalClus
 
 def test_tokens_verify_with_the_public_half_and_only_for_their_audience() -> None:
     keys = SigningKeys(b"k" * 32)
-    token = keys.sign(audience=["pod"], scope=Scope.CONTROL, pipeline="pl", operation="op", generation=4)
+    token = keys.current.sign(audience=["pod"], scope=Scope.CONTROL, pipeline="pl", operation="op", generation=4)
     public = PublicKeys(keys.public_text())
     claims = verify(token, public, audience="pod")
     assert (claims.scope, claims.pipeline, claims.operation, claims.generation) == (Scope.CONTROL, "pl", "op", 4)
@@ -51,7 +51,7 @@ def test_tokens_verify_with_the_public_half_and_only_for_their_audience() -> Non
 
 def test_token_of_long_ago_is_expired() -> None:
     old = SigningKeys(b"k" * 32, wall_seconds=lambda: 1_000_000.0)
-    token = old.sign(audience=["pod"], scope=Scope.READ, pipeline="pl", operation="", generation=0)
+    token = old.current.sign(audience=["pod"], scope=Scope.READ, pipeline="pl", operation="", generation=0)
     with pytest.raises(TokenError, match="Expired"):
         verify(token, PublicKeys(old.public_text()), audience="pod")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlfleet.control.keys import SigningKeys
 from rlfleet.control.peers import Caller, Peer, Peers
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import Credentials
@@ -251,15 +252,11 @@ async def test_who_does_not_lead_sends_no_write_and_no_order(credentials: Creden
     async def source() -> Credentials:
         return credentials
 
-    class Keys:
-        def sign(self, **_: Any) -> str:
-            return "token"
-
     seen = Seen()
     guard = Guard(margin=1, clock=lambda: 100.0, observer=seen)
     # Nobody listens there: an order that were sent would be Silent, not NotLeader.
     gate, caller = Peer("g", "uid", "http://127.0.0.1:9"), Caller("p", "o", 1)
-    peers = Peers(Keys(), guard)
+    peers = Peers(SigningKeys(bytes(32)), guard)
     config = {"metadata": {"name": "c"}}
     async with KubeClient(source, limiter=RateLimiter(1000, 1000), guard=guard) as client:
         for _ in range(2):

@@ -47,6 +47,19 @@ def test_gate_is_a_native_sidecar_that_guards_the_start_of_the_engine() -> None:
     assert json.loads(env(sidecar)["RLFLEET_PUBLIC_KEYS"]) == KEYS
 
 
+def test_a_certificate_is_mounted_into_the_gate_alone_and_probed_over_tls() -> None:
+    pod = build_pod(pool(), 0, "a-0-00000", public_keys=KEYS, tls_secret="certs")
+    mount = {"name": "rlfleet-tls", "mountPath": "/var/run/rlfleet/tls", "readOnly": True}
+    assert {"name": "rlfleet-tls", "secret": {"secretName": "certs"}} in pod["spec"]["volumes"]
+    assert mount in gate(pod)["volumeMounts"]
+    assert env(gate(pod))["RLFLEET_TLS_DIR"] == "/var/run/rlfleet/tls"
+    assert {gate(pod)[f"{p}Probe"]["httpGet"]["scheme"] for p in ("startup", "readiness", "liveness")} == {"HTTPS"}
+    assert "rlfleet-tls" not in json.dumps(pod["spec"]["containers"])
+    plain = build(pool())
+    assert "RLFLEET_TLS_DIR" not in env(gate(plain))
+    assert "rlfleet-tls" not in json.dumps(plain)
+
+
 def test_identity_wins_over_the_template_and_the_template_is_left_alone() -> None:
     p = pool(
         pod_spec={
@@ -148,6 +161,7 @@ def test_pinned_node_is_required_in_every_alternative_of_the_users_affinity() ->
             {"containers": [{"name": "engine", "volumeMounts": [{"name": "rlfleet-state", "mountPath": "/mine"}]}]},
             "volumeMounts of 'rlfleet-state' are the operator's",
         ),
+        ({"containers": [{"name": "engine"}], "volumes": [{"name": "rlfleet-tls"}]}, r"volumes\[0\]\.name"),
         ({"containers": [{"name": "engine", "restartPolicy": "Always"}]}, "restartPolicy is the operator's"),
         (
             {"containers": [{"name": "engine", "restartPolicyRules": [{"action": "Restart"}]}]},

@@ -156,6 +156,10 @@ volumes:
 - apiGroups: [rlfleet.dev]
   resources: [trainerdemands]
   verbs: [get, list, watch]
+# CatchUp rounds are ordered for every pipeline (see policy.yaml).
+- apiGroups: [rlfleet.dev]
+  resources: [rlpipelines]
+  verbs: [sync]
 # Refreshes are created by trainers, CatchUps by the operator. Old rounds are removed by the history limit.
 - apiGroups: [rlfleet.dev]
   resources: [syncrounds]

@@ -67,6 +67,16 @@ def pod_name(pool: str, index: int, salt: str) -> str:
     return _label(pool, f"-{index}-{_digest(pool, str(index), salt)[:5]}")
 
 
+def gate_server_name(namespace: str) -> str:
+    """The DNS name in the certificate of a namespace's gates. Nobody resolves it: gates have pod addresses."""
+    return f"gate.{namespace}.rlfleet.internal"
+
+
+def sender_server_name(namespace: str) -> str:
+    """The DNS name in the certificate of a namespace's weight senders."""
+    return f"sender.{namespace}.rlfleet.internal"
+
+
 def engine_name(pool: str, index: int) -> str:
     """Name of an engine within its pipeline: ``<pool>-<index>``; it outlives the pods that play it."""
     return f"{pool}-{index}"

@@ -70,6 +70,7 @@ def _operator(arguments: argparse.Namespace) -> int:
 
     try:
         chosen = settings.load(arguments)
+        chosen.authorities()
     except settings.SettingsError as e:
         print(f"rlfleet operator: {e}", file=sys.stderr)
         return 2

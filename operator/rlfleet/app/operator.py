@@ -25,13 +25,14 @@ import kopf
 
 from rlfleet.api import labels
 from rlfleet.app.health import HealthServer, LoopStamp
+from rlfleet.app.kinds import ServedKinds
 from rlfleet.app.login import login
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.triggers import Triggers
 from rlfleet.control.context import Context, Kind, QueueKey, SystemClock
 from rlfleet.control.deletion import watch_deletion
-from rlfleet.control.keys import SigningKeys
+from rlfleet.control.keys import SigningKeyError, SigningKeys
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
@@ -69,6 +70,7 @@ class Operator:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._control = settings.control()
+        self._authorities = settings.authorities()
         self._metrics = OperatorMetrics()
         if settings.leader_elect:
             self._guard = Guard(margin=settings.timing().margin, observer=self._metrics)
@@ -83,6 +85,7 @@ class Operator:
         self._exit_code = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._keys_loaded = False
+        self._kinds = ServedKinds()
         self._pods: Reflector | None = None
         self._pools: PoolReconciler | None = None
         self._context: Context | None = None
@@ -221,7 +224,6 @@ class Operator:
                 timing=s.timing(),
                 observer=self._metrics,
             )
-            self._spawn(self._elector.run(), "leader election")
         self._spawn(self._work(kube, self._pods, self._elector), "queue")
         log.info("started as %s", self._control.identity)
 
@@ -239,10 +241,12 @@ class Operator:
         return client
 
     async def _work(self, kube: KubeClient, pods: Reflector, elector: Elector | None) -> None:
-        """Wait until we lead, then reconcile until cancelled or drained."""
+        """Wait until our kinds are served as we know them, then until we lead; then reconcile until cancelled."""
+        await self._kinds.wait(kube, timeout=self._settings.api_timeout)
         if elector is None:
             self._metrics.leading(True, 0)
         else:
+            self._spawn(elector.run(), "leader election")
             await self._look_for_key(kube, elector)
             await elector.acquired.wait()
         keys = await self._load_keys(kube)
@@ -250,7 +254,13 @@ class Operator:
         self._context = Context(
             kube=kube,
             pods=pods,
-            peers=Peers(keys, self._guard, proxy=self._settings.peer_proxy or None, observer=self._metrics),
+            peers=Peers(
+                keys,
+                self._guard,
+                proxy=self._settings.peer_proxy or None,
+                authorities=self._authorities,
+                observer=self._metrics,
+            ),
             keys=keys,
             events=events,
             enqueue=self._queue.enqueue,
@@ -261,6 +271,7 @@ class Operator:
         )
         self._pools = PoolReconciler(self._context)
         self._spawn(events.run(), "event recorder")
+        self._spawn(self._follow_keys(kube, keys), "view of the signing key")
         await self._queue.run()
 
     async def _load_keys(self, kube: KubeClient) -> SigningKeys:
@@ -275,6 +286,21 @@ class Operator:
                 continue
             self._keys_loaded = True
             return keys
+
+    async def _follow_keys(self, kube: KubeClient, keys: SigningKeys) -> None:
+        """Take a new key up without a restart. One that is gone or unusable changes nothing: the old one is known."""
+        while True:
+            await asyncio.sleep(self._settings.key_seconds)
+            try:
+                s = self._settings
+                found = await SigningKeys.find(kube, s.namespace, s.signing_key_secret, timeout=s.api_timeout)
+            except (ApiError, SigningKeyError) as e:
+                log.warning("signing key: %s; going on with key %s", e, keys.current.kid)
+                continue
+            if found is None:
+                log.warning("the Secret of the signing key is gone; going on with key %s", keys.current.kid)
+            elif keys.adopt(found):
+                log.info("signing with key %s; accepted are %s", keys.current.kid, ", ".join(keys.public_text()))
 
     async def _look_for_key(self, kube: KubeClient, elector: Elector) -> None:
         """A standby is ready when it can read the key that it would need; the leader makes it at the first start."""
@@ -344,6 +370,8 @@ class Operator:
         self._end(f"{task.get_name()} ended")
 
     def _not_ready(self) -> str:
+        if self._kinds.problem:
+            return self._kinds.problem
         if not self._keys_loaded:
             return "signing key is not loaded"
         if self._pods is None:

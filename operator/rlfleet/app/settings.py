@@ -12,10 +12,12 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from rlfleet.control.context import ControlSettings
 from rlfleet.plan.leader import MAX_LEASE_SECONDS, Timing
+from rlfleet.tls import ClientTLS, TLSError
 
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -77,9 +79,21 @@ class Settings:
     peer_proxy: str = _setting(
         "", "RLFLEET_PEER_PROXY", "http:// URL of a forward proxy for calls to gates and senders; empty: none"
     )
+    tls_secret: str = _setting(
+        "",
+        "RLFLEET_TLS_SECRET",
+        "Secret (tls.crt, tls.key) of each served namespace that new gates serve TLS with; senders must, too; empty: "
+        "plain HTTP",
+    )
+    peer_ca_file: str = _setting(
+        "", "RLFLEET_PEER_CA_FILE", "PEM file of the authorities that certify gates and senders; with --tls-secret"
+    )
     poll_seconds: float = _setting(5.0, "RLFLEET_POLL_SECONDS", "seconds between looks at idle gates", minimum=0.1)
     boot_poll_seconds: float = _setting(
         1.0, "RLFLEET_BOOT_POLL_SECONDS", "seconds between looks at gates of starting engines", minimum=0.05
+    )
+    key_seconds: float = _setting(
+        30.0, "RLFLEET_KEY_SECONDS", "seconds between looks at the signing key, which may be rotated", minimum=0.1
     )
     drain_seconds: float = _setting(
         0.5,
@@ -115,7 +129,18 @@ class Settings:
                 raise SettingsError(f"--watch-namespaces (RLFLEET_WATCH_NAMESPACES): {name!r} is no namespace's name")
         if self.peer_proxy and not self.peer_proxy.startswith("http://"):
             raise SettingsError("--peer-proxy (RLFLEET_PEER_PROXY) must be an http:// URL")
+        if bool(self.tls_secret) != bool(self.peer_ca_file):
+            raise SettingsError(
+                "--tls-secret (RLFLEET_TLS_SECRET) and --peer-ca-file (RLFLEET_PEER_CA_FILE) go together"
+            )
         self.health_address()
+
+    def authorities(self) -> ClientTLS | None:
+        """Whom gates and senders must be certified by; None without TLS."""
+        try:
+            return ClientTLS(Path(self.peer_ca_file)) if self.peer_ca_file else None
+        except TLSError as e:
+            raise SettingsError(f"--peer-ca-file (RLFLEET_PEER_CA_FILE): {e}") from e
 
     def timing(self) -> Timing:
         """The Lease's times."""
@@ -141,6 +166,7 @@ class Settings:
             poll_seconds=self.poll_seconds,
             boot_poll_seconds=self.boot_poll_seconds,
             namespaces=self.watch_namespaces,
+            tls_secret=self.tls_secret,
         )
 
 

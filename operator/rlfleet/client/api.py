@@ -29,7 +29,8 @@ _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 2.0
 _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _CONFLICT = 409
-_FORBIDDEN_VERB = re.compile(r"cannot (\w+) resource \"([^\"]+)\"")
+#: What RBAC says of a missing verb, and what the chart's admission policy does.
+_FORBIDDEN_VERB = re.compile(r"(?:cannot (\w+) resource|needs the verb) \"(\w+)\"(?: on (\w+))?")
 
 PIPELINES = "rlpipelines"
 ROUNDS = "syncrounds"
@@ -178,7 +179,7 @@ class Api:
             match = _FORBIDDEN_VERB.search(message)
             if match is None:
                 raise errors.Forbidden(message, verb=method.lower(), resource=plural)
-            verb, resource = match.groups()
+            verb, resource = (match[1], match[2]) if match[1] else (match[2], match[3])
             raise errors.Forbidden(
                 f'{message}. Grant the verb "{verb}" on {resource}.{labels.GROUP} in namespace {self.namespace} to '
                 "this identity, by a Role and a RoleBinding",

@@ -184,6 +184,8 @@ class ControlSettings:
     """Most gates of one pool that are asked at the same time."""
     namespaces: tuple[str, ...] = ()
     """Namespaces that this operator serves; none: all."""
+    tls_secret: str = ""
+    """Secret of each served namespace with its gates' certificate; empty: gates and senders speak plain HTTP."""
 
 
 class Enqueue(Protocol):

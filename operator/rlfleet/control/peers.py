@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import aiohttp
 from pydantic import ValidationError
 
+from rlfleet import tls
 from rlfleet.api import wire
 from rlfleet.api.tokens import Scope
 from rlfleet.kube.guard import Guard
@@ -32,7 +33,7 @@ MAX_REPORT_BYTES = 8 * 2**20
 
 
 class Signer(Protocol):
-    """Makes bearer tokens (control.keys.SigningKeys)."""
+    """Makes bearer tokens (control.keys.SigningKey)."""
 
     def sign(
         self,
@@ -57,13 +58,29 @@ class PeerObserver(Protocol):
         """
 
 
+class Signers(Protocol):
+    """The key that signs, and the one that it replaced (control.keys.SigningKeys)."""
+
+    @property
+    def current(self) -> Signer:
+        """Signs wherever it is known."""
+
+    @property
+    def previous(self) -> Signer | None:
+        """Signs where the current one is not known yet; None outside of a rotation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a gate or sender listens, and the pod UID it must be (the token's audience)."""
+    """Where a gate or sender listens, and the pod UID it must be (the token's audience).
+
+    ``server_name``: the name that its certificate must carry, with an https URL; empty: the URL's own host.
+    """
 
     name: str
     pod_uid: str
     url: str
+    server_name: str = ""
     kind: Literal["gate", "sender"] = "gate"
 
 
@@ -102,14 +119,24 @@ class Silent(PeerError):
 class Peers:
     """The operator's client for gates and senders. Close it when done.
 
+    ``authorities``: whom https peers must be certified by; None: those of the system.
     ``proxy``: URL of an HTTP forward proxy that every call goes through, for an operator outside of the pod network.
     A proxy's own error is no word of a peer: it is taken as silence.
     """
 
     def __init__(
-        self, signer: Signer, guard: Guard, *, proxy: str | None = None, observer: PeerObserver | None = None
+        self,
+        signers: Signers,
+        guard: Guard,
+        *,
+        proxy: str | None = None,
+        authorities: tls.ClientTLS | None = None,
+        observer: PeerObserver | None = None,
     ) -> None:
-        self._signer = signer
+        self._signers = signers
+        self._authorities = authorities
+        #: Pod UIDs of listeners that believed the previous key last, and not the current one.
+        self._behind: set[str] = set()
         self._guard = guard
         self._proxy = proxy
         self._observer = observer
@@ -132,9 +159,13 @@ class Peers:
             await self._session.close()
             self._session = None
 
+    def _signer(self, peer: Peer) -> Signer:
+        previous = self._signers.previous
+        return previous if previous is not None and peer.pod_uid in self._behind else self._signers.current
+
     def push_token(self, gate: Peer, caller: Caller, ttl_seconds: int) -> str:
         """A token with which the sender may push this round's bytes to this gate, and nothing else."""
-        return self._signer.sign(
+        return self._signer(gate).sign(
             audience=[gate.pod_uid],
             scope=Scope.PUSH,
             pipeline=caller.pipeline,
@@ -158,7 +189,7 @@ class Peers:
         started, waits, result = time.monotonic(), "?waitSeconds=" in path, ""
         try:
             with contextlib.nullcontext() if scope is Scope.READ else self._guard.mutation("peer"):
-                raw = await self._send(peer, method, path, scope=scope, caller=caller, body=body, seconds=seconds)
+                raw = await self._signed(peer, method, path, scope=scope, caller=caller, body=body, seconds=seconds)
             result = "Ok"
             return raw
         except Refused as e:
@@ -172,7 +203,7 @@ class Peers:
                 answered = result != "NoAnswer" and not waits
                 self._observer.peer_call(peer.kind, result, time.monotonic() - started if answered else None)
 
-    async def _send(
+    async def _signed(
         self,
         peer: Peer,
         method: str,
@@ -183,13 +214,30 @@ class Peers:
         body: wire.Request | None,
         seconds: float,
     ) -> Any:
-        token = self._signer.sign(
-            audience=[peer.pod_uid],
-            scope=scope,
-            pipeline=caller.pipeline,
-            operation=caller.operation,
-            generation=caller.generation,
-        )
+        """Send it with a token of the key that the peer is thought to know, and once more with the other one."""
+
+        async def send() -> Any:
+            token = self._signer(peer).sign(
+                audience=[peer.pod_uid],
+                scope=scope,
+                pipeline=caller.pipeline,
+                operation=caller.operation,
+                generation=caller.generation,
+            )
+            return await self._send(peer, method, path, token=token, body=body, seconds=seconds)
+
+        try:
+            return await send()
+        except Refused as e:
+            if e.body.reason is not wire.ErrorReason.UNAUTHENTICATED or self._signers.previous is None:
+                raise
+        # Nothing was stored: a token is verified before anything else. Perhaps the other key is the known one.
+        self._behind ^= {peer.pod_uid}
+        return await send()
+
+    async def _send(
+        self, peer: Peer, method: str, path: str, *, token: str, body: wire.Request | None, seconds: float
+    ) -> Any:
         try:
             async with self._client().request(
                 method,
@@ -199,13 +247,15 @@ class Peers:
                 timeout=aiohttp.ClientTimeout(total=seconds, connect=min(seconds, 2.0)),
                 allow_redirects=False,
                 proxy=self._proxy,
+                ssl=self._authorities.context() if self._authorities is not None else True,
+                server_hostname=peer.server_name or None,
             ) as response:
                 raw = await response.content.read(MAX_REPORT_BYTES)
                 if response.status >= 300:
                     raise self._refusal(peer, response.status, raw)
                 return raw
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise Silent(peer, f"no answer to {method} {path} ({type(e).__name__})") from e
+            raise Silent(peer, f"no answer to {method} {path} ({tls.why(e) or type(e).__name__})") from e
 
     @staticmethod
     def _refusal(peer: Peer, status: int, raw: bytes) -> PeerError:
@@ -240,6 +290,7 @@ class Peers:
         """Tell a gate its pipeline, routers and keys."""
         caller = Caller(request.pipeline, "", request.generation)
         raw = await self._call(gate, "POST", "/v1/enroll", scope=Scope.CONTROL, caller=caller, body=request)
+        self._behind.discard(gate.pod_uid)
         return self._own(gate, self._parse(gate, wire.GateStatus, raw))
 
     async def gate_fence(self, gate: Peer, caller: Caller) -> wire.GateStatus:

@@ -92,7 +92,14 @@ async def _create(
     ctx: Context, kube: KubeClient, pool: Obj, action: Create, memory: PoolMemory, slots: Sequence[Slot]
 ) -> bool:
     namespace = pool["metadata"]["namespace"]
-    body = build_pod(pool, action.index, action.name, public_keys=ctx.keys.public_text(), slots=slots)
+    body = build_pod(
+        pool,
+        action.index,
+        action.name,
+        public_keys=ctx.keys.public_text(),
+        slots=slots,
+        tls_secret=ctx.settings.tls_secret,
+    )
     try:
         pod = await kube.create(PODS, namespace, body, timeout=ctx.settings.api_timeout)
         ctx.metrics.write("pods")

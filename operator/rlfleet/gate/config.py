@@ -49,6 +49,8 @@ class GateConfig:
     router_quiet_seconds: float
     checkpoint_dir: Path | None = None
     """Where checkpoints lie, here and in the engine; None: the pod mounts none."""
+    tls_dir: Path | None = None
+    """Folder with tls.crt and tls.key; None: plain HTTP."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -99,6 +101,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         engine_admin_key=env.get("RLFLEET_ENGINE_ADMIN_KEY") or None,
         router_quiet_seconds=_number(env, "RLFLEET_ROUTER_QUIET_SECONDS", 5.0),
         checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
+        tls_dir=Path(text) if (text := env.get("RLFLEET_TLS_DIR", "").strip()) else None,
     )
 
 

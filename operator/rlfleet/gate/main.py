@@ -20,6 +20,7 @@ from rlfleet.gate.logs import set_up_logging
 from rlfleet.gate.server import GateServer
 from rlfleet.gate.store import StoreError
 from rlfleet.serving import listen
+from rlfleet.tls import ServerTLS, TLSError
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ SHUTDOWN_SECONDS = 2.0
 READ_BUFFER = 2**20
 
 
-async def serve(config: GateConfig) -> int:
+async def serve(config: GateConfig, tls: ServerTLS | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0 then, 1 when the durable state failed."""
     stop = asyncio.Event()
     failures: list[BaseException] = []
@@ -50,6 +51,7 @@ async def serve(config: GateConfig) -> int:
             at=(config.pod_ip, config.port),
             shutdown_seconds=SHUTDOWN_SECONDS,
             read_buffer=READ_BUFFER,
+            tls=tls,
         )
         log.info("gate listens", extra={"address": f"{config.pod_ip}:{config.port}"})
         await stop.wait()
@@ -64,6 +66,10 @@ def run(env: Mapping[str, str]) -> int:
     """Run a gate configured by ``env``; returns the exit code."""
     try:
         config = load_config(env)
+        tls = ServerTLS(config.tls_dir) if config.tls_dir is not None else None
+    except TLSError as e:
+        print(f"rlfleet gate: RLFLEET_TLS_DIR: {e}", file=sys.stderr)
+        return 2
     except ConfigError as e:
         print(f"rlfleet gate: {e}", file=sys.stderr)
         return 2
@@ -72,7 +78,7 @@ def run(env: Mapping[str, str]) -> int:
         {"pod": config.pod_name, "engine": config.engine_name, "podUID": config.pod_uid},
     )
     try:
-        return asyncio.run(serve(config))
+        return asyncio.run(serve(config, tls))
     except StoreError as e:
         log.critical("%s", e)
         return 1

@@ -26,7 +26,7 @@ from .errors import (
 )
 from .guard import Guard
 from .limiter import Priority, RateLimiter
-from .resources import Resource
+from .resources import OPENAPI, OPENAPI_PATH, Resource
 from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
 
 Obj = dict[str, Any]
@@ -108,6 +108,10 @@ class KubeClient:
     async def get(self, res: Resource, ns: str | None, name: str, *, timeout: float) -> Obj:
         """The live object (a quorum read)."""
         return await self._call("get", "GET", res, res.path(ns, name), timeout=timeout)
+
+    async def published(self, *, timeout: float) -> Obj:
+        """The OpenAPI v3 document of our group and version; NotFound while none of our kinds is served."""
+        return await self._call("get", "GET", OPENAPI, OPENAPI_PATH, timeout=timeout)
 
     async def list(
         self,

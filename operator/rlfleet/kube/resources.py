@@ -58,6 +58,10 @@ LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 RESOURCECLAIMS = Resource("resource.k8s.io", "v1", "resourceclaims", "ResourceClaim")
 RESOURCESLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSlice", namespaced=False)
+#: Known by name for metrics alone; what is read is the document below.
+OPENAPI = Resource("", "v3", "openapi", "OpenAPI", namespaced=False)
+#: The schemas of our kinds as the apiserver publishes them. Every authenticated user may read it.
+OPENAPI_PATH = f"/openapi/v3/apis/{GROUP}/{VERSION}"
 RLPIPELINES = Resource(GROUP, VERSION, "rlpipelines", "RLPipeline")
 ENGINEPOOLS = Resource(GROUP, VERSION, "enginepools", "EnginePool")
 SYNCROUNDS = Resource(GROUP, VERSION, "syncrounds", "SyncRound")

@@ -24,6 +24,8 @@ from rlfleet.plan.template import (
     STARTED_PATH,
     STATE_DIR,
     STATE_VOLUME,
+    TLS_DIR,
+    TLS_VOLUME,
     VISIBLE_DEVICES,
     Assignment,
     InvalidPool,
@@ -49,6 +51,8 @@ Obj = dict[str, Any]
 ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
 #: Tells a gate where checkpoints lie, in its file system and the engine's.
 CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
+#: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
+TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
@@ -63,10 +67,12 @@ def build_pod(
     *,
     public_keys: Mapping[str, str],
     slots: Sequence[Slot] = (),
+    tls_secret: str = "",
 ) -> Obj:
     """The pod of engine ``index``, to be created as ``name``. Raises InvalidPool.
 
-    ``slots``: placement Claims: who gets which slot of a train block, by engine index.
+    ``slots``: placement Claims: who gets which slot of a train block, by engine index. ``tls_secret``: the Secret with
+    the gate's certificate; empty: its gate speaks plain HTTP.
     """
     validate(pool)
     meta = pool["metadata"]
@@ -90,12 +96,13 @@ def build_pod(
     spec["initContainers"] = [
         *(spec.get("initContainers") or []),
         # Last: its promise (our address is in no router) is then as fresh as can be when the engine starts.
-        _gate_container(pool, identity, assignment, staging, public_keys),
+        _gate_container(pool, identity, assignment, staging, public_keys, tls=bool(tls_secret)),
     ]
     spec["volumes"] = [
         *(spec.get("volumes") or []),
         {"name": STATE_VOLUME, "emptyDir": {}},
         {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
+        *([{"name": TLS_VOLUME, "secret": {"secretName": tls_secret}}] if tls_secret else []),
     ]
     placed = place_pod(spec, pool, index, assignment=assignment, slots=slots)
     template_meta = template.get("metadata") or {}
@@ -181,6 +188,8 @@ def _gate_container(
     assignment: Assignment | None,
     staging: int,
     public_keys: Mapping[str, str],
+    *,
+    tls: bool,
 ) -> Obj:
     gate = pool["spec"]["gate"]
     port = gate_port(pool)
@@ -210,6 +219,8 @@ def _gate_container(
     if assignment is not None:
         # Declared, and shown to it by the container runtime: the gate reads the memory of just these.
         env += [_value(name, ",".join(assignment.devices)) for name in ("RLFLEET_DEVICES", VISIBLE_DEVICES)]
+    if tls:
+        env.append(_value(TLS_DIR_ENV, TLS_DIR))
     checkpoints = checkpoint_mounts(pool)
     if checkpoints:
         env.append(_value(CHECKPOINT_DIR_ENV, str(checkpoints[0]["mountPath"])))
@@ -225,17 +236,19 @@ def _gate_container(
         "volumeMounts": [
             {"name": STATE_VOLUME, "mountPath": STATE_DIR},
             {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},
+            *([{"name": TLS_VOLUME, "mountPath": TLS_DIR, "readOnly": True}] if tls else []),
             *({**copy.deepcopy(mount), "readOnly": True} for mount in checkpoints),
         ],
-        "startupProbe": _probe("/startupz", port, period=1, failures=GATE_START_FAILURES),
-        "readinessProbe": _probe("/readyz", port, period=2, failures=3),
-        "livenessProbe": _probe("/livez", port, period=10, failures=6),
+        "startupProbe": _probe("/startupz", port, tls, period=1, failures=GATE_START_FAILURES),
+        "readinessProbe": _probe("/readyz", port, tls, period=2, failures=3),
+        "livenessProbe": _probe("/livez", port, tls, period=10, failures=6),
     }
 
 
-def _probe(path: str, port: int, *, period: int, failures: int) -> Obj:
+def _probe(path: str, port: int, tls: bool, *, period: int, failures: int) -> Obj:
     return {
-        "httpGet": {"path": path, "port": port},
+        # The kubelet does not look at the certificate.
+        "httpGet": {"path": path, "port": port, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

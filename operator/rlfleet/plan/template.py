@@ -21,8 +21,10 @@ ENGINE: Final = "engine"
 GATE: Final = "gate"
 STATE_VOLUME: Final = "rlfleet-state"
 STAGING_VOLUME: Final = "rlfleet-staging"
+TLS_VOLUME: Final = "rlfleet-tls"
 STATE_DIR: Final = "/var/lib/rlfleet/state"
 STAGING_DIR: Final = "/var/lib/rlfleet/staging"
+TLS_DIR: Final = "/var/run/rlfleet/tls"
 #: How a pod of a Claims pool calls its ResourceClaim.
 DEVICE_CLAIM: Final = "rlfleet-devices"
 GPU_RESOURCE: Final = "nvidia.com/gpu"
@@ -33,6 +35,7 @@ DEFAULT_STAGING_MIB: Final = 1024
 STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
 
 _RESERVED_PREFIX = "RLFLEET_"
+_VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME)
 
 
 class InvalidPool(Exception):
@@ -157,7 +160,7 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
     if any(c.get("name") == DEVICE_CLAIM for c in _named(spec, "resourceClaims", where)):
         raise InvalidPool(f"{where}.resourceClaims: the name {DEVICE_CLAIM!r} is the operator's")
     for i, volume in enumerate(spec.get("volumes") or []):
-        if volume.get("name") in (STATE_VOLUME, STAGING_VOLUME):
+        if volume.get("name") in _VOLUMES:
             raise InvalidPool(f"{where}.volumes[{i}].name {volume['name']!r} is the operator's")
     volume = (pool["spec"].get("gate") or {}).get("checkpointVolume")
     if volume and len(checkpoint_mounts(pool)) != 1:
@@ -172,10 +175,10 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
     for container in [*containers, *inits]:
         at = f"{where}: container {container['name']!r}"
         for mount in container.get("volumeMounts") or []:
-            if mount.get("name") in (STATE_VOLUME, STAGING_VOLUME):
+            if mount.get("name") in _VOLUMES:
                 raise InvalidPool(f"{at}: volumeMounts of {mount['name']!r} are the operator's")
             path = str(mount.get("mountPath") or "").rstrip("/") + "/"
-            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/")):
+            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/", f"{TLS_DIR}/")):
                 raise InvalidPool(f"{at}: mountPath {path!r} is the operator's")
         for env in container.get("env") or []:
             key = str(env.get("name") or "")

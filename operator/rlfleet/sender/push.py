@@ -8,6 +8,7 @@ acknowledge.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from rlfleet.api import wire
 from rlfleet.sender.cache import Weights
+from rlfleet.tls import ClientTLS, why
 
 #: Bytes handed to a socket at a time. Handing over a whole bucket at once is several times slower.
 PIECE_BYTES = 2**20
@@ -25,6 +27,17 @@ _ERROR_BYTES = 64 * 1024
 
 class _Failed(Exception):
     """This gate did not get its bytes; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How one gate is reached."""
+
+    headers: dict[str, str]
+    stall_seconds: float
+    proxy: str | None
+    server_name: str | None
+    tls: ssl.SSLContext | bool
 
 
 @dataclass(slots=True)
@@ -44,11 +57,13 @@ async def push(
     incarnation: str,
     *,
     proxy: str | None = None,
+    authorities: ClientTLS | None = None,
 ) -> dict[str, object]:
     """Carry out a PushOrder for the operation (its UID); the result is PushOrder's. Ends by its deadline.
 
     ``incarnation``: of this sender process, which gates compare with the one that they expect.
-    ``proxy``: URL of an HTTP forward proxy on the way to the gates.
+    ``proxy``: URL of an HTTP forward proxy on the way to the gates. ``authorities``: whom gates that serve TLS must be
+    certified by; without any, nothing is pushed to such a gate.
     """
     manifest = weights.manifest.model_dump_json(by_alias=True).encode()
     outcomes = {target.engine: _Outcome() for target in order.targets}
@@ -69,12 +84,19 @@ async def push(
 
         async def one(target: wire.PushTarget) -> None:
             outcome = outcomes[target.engine]
+            if target.server_name is not None and authorities is None:
+                outcome.error = "this gate wants TLS and this sender has no ca.crt: set tls_dir (RLFLEET_TLS_DIR)"
+                return
+            way = _Way(
+                headers(target),
+                order.stall_seconds,
+                proxy,
+                target.server_name,
+                authorities.context() if authorities is not None else True,
+            )
             try:
                 async with asyncio.timeout(order.deadline_seconds):
-                    stall = order.stall_seconds
-                    await _to_gate(
-                        session, weights, manifest, target, base(target), headers(target), outcome, stall, proxy
-                    )
+                    await _to_gate(session, weights, manifest, target, base(target), outcome, way)
                 outcome.ok = True
             except TimeoutError:
                 outcome.error = f"not done within {order.deadline_seconds:g} s (DeadlineExceeded)"
@@ -94,29 +116,20 @@ async def _to_gate(
     manifest: bytes,
     target: wire.PushTarget,
     base: str,
-    headers: dict[str, str],
     outcome: _Outcome,
-    stall_seconds: float,
-    proxy: str | None,
+    way: _Way,
 ) -> None:
-    await _put(session, f"{base}/manifest", memoryview(manifest), headers, "application/json", stall_seconds, proxy)
+    await _put(session, f"{base}/manifest", memoryview(manifest), "application/json", way)
     if not target.buckets:
         return
     for index in range(len(weights.buckets)):
         view = weights.view(index)
-        await _put(session, f"{base}/buckets/{index}", view, headers, "application/octet-stream", stall_seconds, proxy)
+        await _put(session, f"{base}/buckets/{index}", view, "application/octet-stream", way)
         outcome.bytes += len(view)
 
 
-async def _put(
-    session: aiohttp.ClientSession,
-    url: str,
-    body: memoryview,
-    headers: dict[str, str],
-    content_type: str,
-    stall_seconds: float,
-    proxy: str | None,
-) -> None:
+async def _put(session: aiohttp.ClientSession, url: str, body: memoryview, content_type: str, way: _Way) -> None:
+    stall_seconds = way.stall_seconds
     what = url.rsplit("/v1/staging/", 1)[1].partition("/")[2]
     loop = asyncio.get_running_loop()
     try:
@@ -131,11 +144,13 @@ async def _put(
             async with session.put(
                 url,
                 data=pieces(),
-                headers={**headers, "Content-Length": str(len(body)), "Content-Type": content_type},
+                headers={**way.headers, "Content-Length": str(len(body)), "Content-Type": content_type},
                 # The gate can refuse before the bytes travel, and its refusal is not lost in a broken connection.
                 expect100=True,
                 allow_redirects=False,
-                proxy=proxy,
+                proxy=way.proxy,
+                ssl=way.tls,
+                server_hostname=way.server_name,
             ) as response:
                 raw = await response.content.read(_ERROR_BYTES)
                 if response.status != 200:
@@ -145,7 +160,7 @@ async def _put(
             raise
         raise _Failed(f"{what}: no progress for {stall_seconds:g} s, given up") from None
     except (aiohttp.ClientError, OSError) as e:
-        raise _Failed(f"{what}: connection failed ({type(e).__name__}: {e})") from e
+        raise _Failed(f"{what}: connection failed ({why(e) or f'{type(e).__name__}: {e}'})") from e
 
 
 def _refusal(status: int, raw: bytes) -> str:

@@ -12,6 +12,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,6 +25,7 @@ from rlfleet.sender.errors import SenderClosed, SenderError
 from rlfleet.sender.metrics import Metrics
 from rlfleet.sender.publisher import Publisher
 from rlfleet.sender.slots import Slots
+from rlfleet.tls import AUTHORITY, ClientTLS, ServerTLS, TLSError
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,9 @@ class WeightSender:
       spec.nodeName) and all that the driver (NVML) shows in this container. Status tells them with the memory in use.
     - ``peer_proxy``: ``http://`` URL of a forward proxy for pushes to gates, for a trainer outside of the pod network;
       default: the environment's RLFLEET_PEER_PROXY, else none. Broadcasts do not go through it.
+    - ``tls_dir``: folder with tls.crt and tls.key to serve TLS with, and ca.crt to check gates with (a mounted Secret;
+      files that are replaced there count at once); default: the environment's RLFLEET_TLS_DIR, else plain HTTP. Weights
+      of a broadcast travel in the process group, which has no TLS.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class WeightSender:
         backends: Sequence[Literal["gloo", "nccl"]] = ("gloo",),
         devices: tuple[str, Sequence[str]] | None = None,
         peer_proxy: str | None = None,
+        tls_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError("bucket_bytes must be at least 1")
@@ -74,6 +80,12 @@ class WeightSender:
         proxy = os.environ.get("RLFLEET_PEER_PROXY", "") if peer_proxy is None else peer_proxy
         if proxy and not proxy.startswith("http://"):
             raise ValueError(f"peer_proxy (RLFLEET_PEER_PROXY): {proxy!r} is not an http:// URL")
+        folder = os.environ.get("RLFLEET_TLS_DIR", "") if tls_dir is None else tls_dir
+        try:
+            self._tls = ServerTLS(Path(folder)) if folder else None
+            self._authorities = ClientTLS(Path(folder) / AUTHORITY) if folder else None
+        except TLSError as e:
+            raise SenderError(f"tls_dir (RLFLEET_TLS_DIR): {e}") from e
         self.incarnation = uuid.uuid4().hex
         self.pod_uid = pod_uid
         self._peer_proxy = proxy or None
@@ -107,7 +119,8 @@ class WeightSender:
     @property
     def url(self) -> str:
         """Base URL under which the server answers."""
-        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        scheme = "https" if self._tls is not None else "http"
+        return f"{scheme}://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
 
     @property
     def port(self) -> int:
@@ -159,6 +172,8 @@ class WeightSender:
                 capabilities=self._capabilities,
                 devices=self._device_reader(),
                 peer_proxy=self._peer_proxy,
+                tls=self._tls,
+                authorities=self._authorities,
             )
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             await server.serve(listener)

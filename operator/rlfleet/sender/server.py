@@ -32,6 +32,7 @@ from rlfleet.sender.recut import recut
 from rlfleet.sender.slots import Hold, Slots
 from rlfleet.serving import BODY_SECONDS, Listener, expect_continue, listen, within
 from rlfleet.threads import in_daemon
+from rlfleet.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Server:
         capabilities: tuple[str, ...],
         devices: Devices,
         peer_proxy: str | None = None,
+        tls: ServerTLS | None = None,
+        authorities: ClientTLS | None = None,
     ) -> None:
         self._pod_uid = pod_uid
         self._incarnation = incarnation
@@ -66,6 +69,8 @@ class Server:
         self._capabilities = capabilities
         self._devices = devices
         self._peer_proxy = peer_proxy
+        self._tls = tls
+        self._authorities = authorities
         self._operations = Operations(metrics.operation_ended)
         self._order = asyncio.Lock()
         self._listener: Listener | None = None
@@ -86,7 +91,7 @@ class Server:
                 web.post("/v1/operations", self._post_operation, expect_handler=expect_continue),
             ]
         )
-        self._listener = await listen(app, at=listener, shutdown_seconds=1.0)
+        self._listener = await listen(app, at=listener, shutdown_seconds=1.0, tls=self._tls)
 
     async def close(self) -> None:
         """Stop operations, answer nothing more."""
@@ -255,7 +260,13 @@ class Server:
             weights = recut(weights, order.bucket_bytes)
             if isinstance(order, wire.PushOrder):
                 run: Run = functools.partial(
-                    push.push, weights, order, body.operation, self._incarnation, proxy=self._peer_proxy
+                    push.push,
+                    weights,
+                    order,
+                    body.operation,
+                    self._incarnation,
+                    proxy=self._peer_proxy,
+                    authorities=self._authorities,
                 )
             else:
                 try:

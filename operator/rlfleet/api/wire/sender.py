@@ -87,6 +87,9 @@ class PushTarget(Request):
     url: Url = Field(description="base URL of the gate")
     pod_uid: Uid
     buckets: bool = Field(description="True: manifest and buckets (Serialized); False: the manifest only (Broadcast)")
+    server_name: Annotated[str, Field(max_length=253)] | None = Field(
+        default=None, description="name that the gate's certificate must carry; None: its URL says http"
+    )
     token: Annotated[str, Field(max_length=4096)] = Field(description="push token for this round, generation and gate")
 
 

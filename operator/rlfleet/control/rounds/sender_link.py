@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlfleet.api import wire
+from rlfleet.api import naming, wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.claims import read_allocations
 from rlfleet.control.peers import Caller, Peer, PeerError, Refused, Silent
@@ -121,7 +121,11 @@ class SenderLink:
         ip = pod["status"]["podIP"]
         host = f"[{ip}]" if ":" in ip else ip
         self.node = str(pod["spec"].get("nodeName") or "")
-        self.peer = Peer(pod["metadata"]["name"], pod["metadata"]["uid"], f"http://{host}:{port}", kind="sender")
+        scheme, server_name = "http", ""
+        if self.ctx.settings.tls_secret:
+            scheme, server_name = "https", naming.sender_server_name(self.namespace)
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        self.peer = Peer(name, uid, f"{scheme}://{host}:{port}", server_name, kind="sender")
         return pod
 
     async def _claims(self, spec: Mapping[str, Any], pod: Obj | None) -> Evidence | None:

@@ -129,6 +129,7 @@ class Transfer:
             url=peer.url,
             pod_uid=peer.pod_uid,
             buckets=buckets,
+            server_name=peer.server_name or None,
             token=self.fleet.ctx.peers.push_token(peer, self.caller, ttl),
         )
 

@@ -1,0 +1,23 @@
+"""Where the operator finds a pod's gate, and whether it must present a certificate."""
+
+from __future__ import annotations
+
+from rlfleet.control.rounds.pods import gate_peer
+from rlfleet.plan.pods import build_pod
+from tests.plan.pool_kit import pool
+
+KEYS = {"k1": "AAAA"}
+
+
+def test_where_a_gate_serves_tls_is_read_from_its_pod() -> None:
+    status = {"podIP": "10.0.0.7"}
+    meta = {"namespace": "team-a", "uid": "u"}
+    for secret, url, name in (
+        ("certs", "https://10.0.0.7:9440", "gate.team-a.rlfleet.internal"),
+        ("", "http://10.0.0.7:9440", ""),
+    ):
+        pod = build_pod(pool(), 0, "a-0-00000", public_keys=KEYS, tls_secret=secret) | {"status": status}
+        pod["metadata"] |= meta
+        peer = gate_peer(pod)
+        assert peer is not None
+        assert (peer.url, peer.server_name, peer.pod_uid) == (url, name, "u")
