@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
 
-.PHONY: help venv demo test fault soak cluster cluster-down generate verify lock bench clean
+.PHONY: help venv demo test fault soak cluster cluster-down node node-down image e2e-node generate verify lock bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,18 @@ cluster: $(STAMP) ## local control plane and NODES=4 hollow nodes; writes .clust
 
 cluster-down: $(STAMP) ## stop what `make cluster` started and remove its files
 	@$(BIN)/python -m e2e.cluster down
+
+node: $(STAMP) ## one real node (kubelet, containerd; needs root): pods run from images; writes .node/kubeconfig (INSTALL=1 installs Debian packages)
+	@$(BIN)/python -m e2e.node up
+
+node-down: $(STAMP) ## stop what `make node` started and remove it; only caches stay
+	@$(BIN)/python -m e2e.node down
+
+image: $(STAMP) ## build the images operator, engine, trainer with buildah or docker (BASE=image; without it one is made of Debian packages) and report sizes
+	@$(BIN)/python -m e2e.node image --base "$(BASE)"
+
+e2e-node: image ## tests on a real node: chart, images, probes, sidecars, volumes, upgrade (needs root; about 8 minutes)
+	@$(BIN)/python -m pytest e2e/node -m ""
 
 generate: $(STAMP) ## write the generated files: CRDs and pages of reference, the chart's README, config/default
 	@$(BIN)/python -m rlfleet.api.crdgen --write

@@ -1,4 +1,6 @@
-"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler on loopback, one credential per identity.
+"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler, one credential per identity.
+
+Everything listens on loopback; a real node (e2e.node) has a network namespace and an address that its pods reach.
 
 Every connection is TLS against the cluster's own authority, etcd's included: another user of the machine can reach a
 loopback port, but gets no answer without a certificate. Ports are free ones below the ephemeral range, so no outgoing
@@ -15,7 +17,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -76,11 +78,33 @@ class Ports:
     scheduler: int
 
 
+@dataclass(frozen=True)
+class Site:
+    """Where the control plane runs, and who else gets a credential of it.
+
+    ``address`` is the apiserver's; one that is not loopback becomes the endpoint of the kubernetes Service, and the
+    apiserver gets a client certificate for kubelets. ``namespace`` is the file of the network namespace that every
+    process enters, None for the machine's own. ``identities``: name of the credential -> (user, group). ``servers``:
+    name of a serving certificate -> the addresses that it is good for.
+    """
+
+    address: str = "127.0.0.1"
+    namespace: Path | None = None
+    identities: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    servers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether nobody but this machine's processes reaches the apiserver."""
+        return self.address.startswith("127.")
+
+
 class ControlPlane:
     """The four processes of one cluster below a state folder."""
 
-    def __init__(self, state: Path, programs: Mapping[str, Path], mark: str) -> None:
+    def __init__(self, state: Path, programs: Mapping[str, Path], mark: str, site: Site = Site()) -> None:
         self._state = state
+        self._site = site
         self._programs = programs
         self._pki = state / "pki"
         self.environment = {
@@ -100,19 +124,25 @@ class ControlPlane:
         started = time.monotonic()
         with _start_lock():
             ports = _free_ports()
-            self.server = f"https://127.0.0.1:{ports.apiserver}"
+            self.server = f"https://{self._site.address}:{ports.apiserver}"
             authority = pki.Authority(self._pki)
             serving = authority.issue(
                 "serving",
                 "rlfleet-local-cluster",
-                addresses=("127.0.0.1", "localhost", "kubernetes.default.svc", _FIRST_SERVICE_ADDRESS),
+                addresses=tuple(
+                    dict.fromkeys(
+                        ("127.0.0.1", "localhost", self._site.address, "kubernetes.default.svc", _FIRST_SERVICE_ADDRESS)
+                    )
+                ),
             )
             tokens = pki.service_account_keys(self._pki)
             clients = {}
-            for name, (user, group) in IDENTITIES.items():
+            for name, (user, group) in {**IDENTITIES, **self._site.identities}.items():
                 clients[name] = authority.issue(name, user, group)
                 if name != "apiserver-etcd-client":
                     pki.write_kubeconfig(self.kubeconfig(name), self.server, authority.certificate, pair=clients[name])
+            for name, addresses in self._site.servers.items():
+                authority.issue(name, name, addresses=addresses)
             self._start_etcd(ports, authority.certificate, serving)
             self._start_apiserver(ports, authority.certificate, serving, tokens, clients["apiserver-etcd-client"])
             self._await("kube-apiserver", ports.apiserver, "/readyz", client=clients[ADMIN])
@@ -150,6 +180,7 @@ class ControlPlane:
             log=self.log(name),
             environment=self.environment,
             record=self._state / "run" / f"{name}.json",
+            namespace=self._site.namespace,
         )
 
     def log(self, name: str) -> Path:
@@ -190,10 +221,9 @@ class ControlPlane:
             f"--etcd-cafile={authority}",
             f"--etcd-certfile={etcd.certificate}",
             f"--etcd-keyfile={etcd.key}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
-            # A loopback address is refused as an endpoint of the kubernetes Service.
-            "--endpoint-reconciler-type=none",
+            f"--bind-address={self._site.address}",
+            f"--advertise-address={self._site.address}",
+            *self._reach(),
             f"--secure-port={ports.apiserver}",
             f"--tls-cert-file={serving.certificate}",
             f"--tls-private-key-file={serving.key}",
@@ -212,6 +242,18 @@ class ControlPlane:
             "--audit-log-maxsize=100000",
         )
 
+    def _reach(self) -> tuple[str, ...]:
+        if self._site.loopback:
+            # A loopback address is refused as an endpoint of the kubernetes Service.
+            return ("--endpoint-reconciler-type=none",)
+        # What kubectl logs, exec and port-forward travel through.
+        return (
+            "--kubelet-preferred-address-types=InternalIP",
+            f"--kubelet-client-certificate={self._pki / 'apiserver-kubelet-client.crt'}",
+            f"--kubelet-client-key={self._pki / 'apiserver-kubelet-client.key'}",
+            f"--kubelet-certificate-authority={self._pki / 'ca.crt'}",
+        )
+
     def _start_controllers(self, ports: Ports, authority: Path, serving: pki.KeyPair, tokens: pki.KeyPair) -> None:
         for name, port in (("kube-controller-manager", ports.controller_manager), ("kube-scheduler", ports.scheduler)):
             config = self.kubeconfig(name)
@@ -227,7 +269,7 @@ class ControlPlane:
                 f"--kubeconfig={config}",
                 f"--authentication-kubeconfig={config}",
                 f"--authorization-kubeconfig={config}",
-                "--bind-address=127.0.0.1",
+                f"--bind-address={self._site.address}",
                 f"--secure-port={port}",
                 f"--tls-cert-file={serving.certificate}",
                 f"--tls-private-key-file={serving.key}",
@@ -248,7 +290,7 @@ class ControlPlane:
                 if process is None or not process.alive():
                     raise ClusterError(f"{name} ended at start:\n{self.tail(name)}")
                 try:
-                    answer = http.get(f"https://127.0.0.1:{port}{path}")
+                    answer = http.get(f"https://{self._site.address}:{port}{path}")
                     if answer.status_code == httpx.codes.OK:
                         return
                     problem = f"{answer.status_code} {answer.text[:500]}"

@@ -17,13 +17,13 @@ _END_SECONDS = 60.0
 
 
 class Guard:
-    """Watches over the cluster in ``state`` until ``release``."""
+    """Watches over the cluster in ``state`` until ``release``. ``module``: whose ``guard`` command takes it down."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, module: str = "e2e.cluster") -> None:
         reading, self._writing = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "e2e.cluster", "guard", "--state", str(state)],
+                [sys.executable, "-m", module, "guard", "--state", str(state)],
                 cwd=_ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "operator"), str(_ROOT)])},
                 stdin=reading,

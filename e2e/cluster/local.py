@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Record:
+class Record:
     """What ``cluster.json`` remembers."""
 
     mark: str
@@ -122,10 +122,10 @@ class LocalCluster:
             raise ClusterError(f"{self.state} is not empty and holds no cluster: choose another folder")
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         mark = uuid.uuid4().hex
-        self._write_record(_Record(mark, "", self.nodes))
+        self._write_record(Record(mark, "", self.nodes))
         plane = ControlPlane(self.state, self._programs, mark)
         plane.start(self._say)
-        self._write_record(_Record(mark, plane.server, self.nodes))
+        self._write_record(Record(mark, plane.server, self.nodes))
         # Pods are refused until their namespace has a service account, and mount the authority's certificate.
         for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
             self.kubectl("wait", "--for=create", thing, "--namespace=default", "--timeout=60s")
@@ -332,19 +332,19 @@ class LocalCluster:
         self.kubectl("wait", "node", "--all", "--for=condition=Ready", "--timeout=60s")
         self._say(f"{self.nodes} hollow nodes Ready ({time.monotonic() - started:.1f} s)")
 
-    def _record(self) -> _Record | None:
+    def _record(self) -> Record | None:
         try:
-            return _Record(**json.loads((self.state / "cluster.json").read_text()))
+            return Record(**json.loads((self.state / "cluster.json").read_text()))
         except FileNotFoundError:
             return None
 
-    def _require(self) -> _Record:
+    def _require(self) -> Record:
         record = self._record()
         if record is None:
             raise ClusterError(f"no cluster in {self.state}: start one with 'make cluster'")
         return record
 
-    def _write_record(self, record: _Record) -> None:
+    def _write_record(self, record: Record) -> None:
         pki.write_private(self.state / "cluster.json", json.dumps(record.__dict__).encode())
 
 
@@ -362,4 +362,4 @@ def kubectl_hint(cluster: LocalCluster) -> Sequence[str]:
     ]
 
 
-__all__ = ["DEFAULT_STATE", "ROOT", "ClusterError", "LocalCluster", "kubectl_hint", "memory_folder"]
+__all__ = ["DEFAULT_STATE", "ROOT", "ClusterError", "LocalCluster", "Record", "kubectl_hint", "memory_folder"]

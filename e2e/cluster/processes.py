@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CLUSTER_MARK = "RLFLEET_LOCAL_CLUSTER"
+_NSENTER = "/usr/bin/nsenter"
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Process:
         if stat is None or stat[0] in "ZX" or stat[1] != self.start_ticks:
             return False
         command = _read(self.pid, "cmdline").split(b"\0")[0].decode(errors="replace")
-        # Empty for a moment at its start, before the program's image is in place.
-        return not command or self.program in command
+        # Empty for a moment at its start, before the program's image is in place; or still on its way into a namespace.
+        return not command or command == _NSENTER or self.program in command
 
 
 def start(
@@ -44,14 +45,20 @@ def start(
     log: Path,
     environment: Mapping[str, str],
     record: Path,
+    namespace: Path | None = None,
 ) -> Process:
-    """Starts ``command`` in its own session, output appended to ``log``, and records it in the file ``record``."""
+    """Starts ``command`` in its own session, output appended to ``log``, and records it in the file ``record``.
+
+    ``namespace`` is the file of a network namespace that the process enters first (needs root); it becomes the command
+    itself, so pid and record stay true.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     record.parent.mkdir(parents=True, exist_ok=True)
     # posix_spawn instead of Popen: the process outlives this one on purpose, and a Popen object would complain.
+    inside = [] if namespace is None else [_NSENTER, f"--net={namespace}", "--"]
     pid = os.posix_spawn(
-        command[0],
-        list(command),
+        (*inside, *command)[0],
+        [*inside, *command],
         dict(environment),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -1,8 +1,9 @@
 """Builds the Kubernetes programs that the local cluster runs, once per machine.
 
-The versions are pinned by two Go modules beside this file (``programs/`` for Kubernetes and etcd, ``helm/`` for the
-chart renderer). The cache folder's name carries a hash of both modules' ``go.mod`` and ``go.sum``, so a changed pin
-never meets an old program. Invariant: a program under its final name is complete. Each one is built under a temporary
+The versions are pinned by Go modules beside this file (``programs/`` for Kubernetes and etcd, ``helm/`` for the chart
+renderer, ``coredns/`` for the DNS server of a real node). The cache folder's name carries a hash of the first two
+modules' ``go.mod`` and ``go.sum``, CoreDNS's own program name one of its module, so a changed pin never meets an old
+program. Invariant: a program under its final name is complete. Each one is built under a temporary
 name and renamed, under a lock that a second process waits for, so an interrupted build leaves nothing half done and
 does not lose the programs that were finished before it.
 """
@@ -65,26 +66,48 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
+#: What only a real node (e2e.node) runs beside the others.
+NODE_PROGRAMS: tuple[Program, ...] = (
+    Program("kubelet", "programs", "k8s.io/kubernetes/cmd/kubelet", _KUBERNETES_LDFLAGS),
+    Program("kube-proxy", "programs", "k8s.io/kubernetes/cmd/kube-proxy", _KUBERNETES_LDFLAGS),
+    Program("coredns", "coredns", "."),
+)
+
+
+def cache_root() -> Path:
+    """The folder below which everything lies that is built once per machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlfleet"
+
+
 def cache_folder() -> Path:
     """The folder of this pin's programs (it may not exist yet)."""
+    return cache_root() / f"k8s-{KUBERNETES_VERSION}-{_pins('programs', 'helm')}"
+
+
+def _pins(*modules: str) -> str:
     digest = hashlib.sha256()
-    for module in ("programs", "helm"):
+    for module in modules:
         for name in ("go.mod", "go.sum"):
             digest.update((_HERE / module / name).read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "rlfleet" / f"k8s-{KUBERNETES_VERSION}-{digest.hexdigest()[:12]}"
+    return digest.hexdigest()[:12]
 
 
-def ensure_programs(names: Sequence[str] | None = None, say: Say = print) -> dict[str, Path]:
-    """Returns the path of each named program (default: all), building those that are missing.
+def _file(program: Program) -> str:
+    return program.name if program.module in ("programs", "helm") else f"{program.name}-{_pins(program.module)}"
+
+
+def ensure_programs(
+    names: Sequence[str] | None = None, say: Say = print, *, catalog: Sequence[Program] = PROGRAMS
+) -> dict[str, Path]:
+    """Returns the path of each named program of ``catalog`` (default: all), building those that are missing.
 
     ``say`` receives one progress line at a time. Raises BuildError when Go is absent or a build fails.
     """
-    wanted = [p for p in PROGRAMS if names is None or p.name in names]
+    wanted = [p for p in catalog if names is None or p.name in names]
     if names is not None and len(wanted) != len(set(names)):
         raise ValueError(f"unknown program in {list(names)}")
     folder = cache_folder()
-    paths = {p.name: folder / p.name for p in wanted}
+    paths = {p.name: folder / _file(p) for p in wanted}
     if all(path.exists() for path in paths.values()):
         return paths
     if shutil.which("go") is None:

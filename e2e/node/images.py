@@ -1,0 +1,222 @@
+"""The images: built from the Dockerfile with buildah (or docker), and brought into a node without a registry.
+
+Everything built is kept in the cache folder, in a store of its own, so a second build of unchanged sources takes
+seconds. Where no base image can be pulled, one is made of Debian's packages with debootstrap, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from e2e.cluster.controlplane import ClusterError
+from e2e.cluster.local import ROOT
+from e2e.cluster.programs import cache_root
+from e2e.node import host
+from e2e.node.settings import PAUSE_IMAGE
+
+if TYPE_CHECKING:
+    from e2e.node.cluster import RealNode
+
+Say = Callable[[str], None]
+
+TARGETS = ("operator", "engine", "trainer")
+TAG = "dev"
+#: Made here of Debian's packages; any other base with Python 3.11 to 3.13 is used when BASE names it.
+LOCAL_BASE = "localhost/rlfleet-base:bookworm"
+_BASE_PACKAGES = "python3,python3-venv,ca-certificates"
+_BUILD_SECONDS = 3600.0
+#: A machine whose package index has an authority of its own: the build trusts whom the machine trusts.
+_TRUST = ("/etc/ssl/certs", "/usr/local/share/ca-certificates", "/usr/share/ca-certificates")
+
+_PAUSE_SOURCE = """
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void leave(int number) { (void)number; _exit(0); }
+static void collect(int number) { (void)number; while (waitpid(-1, NULL, WNOHANG) > 0) {} }
+int main(void) {
+  signal(SIGTERM, leave);
+  signal(SIGINT, leave);
+  signal(SIGCHLD, collect);
+  for (;;) pause();
+}
+"""
+
+
+def name_of(target: str, tag: str = TAG) -> str:
+    """The full name of an image of ours."""
+    return f"localhost/rlfleet/{target}:{tag}"
+
+
+class Builder:
+    """Builds images. ``base``: the base image; empty: the one that is made here. ``install``: apt-get what lacks."""
+
+    def __init__(self, say: Say, *, base: str = "", install: bool = False) -> None:
+        self._say = say
+        self._folder = cache_root() / "images"
+        self._docker = shutil.which("buildah") is None and shutil.which("docker") is not None
+        self._base = base
+        if not self._docker:
+            packages = dict(host.IMAGE_PACKAGES)
+            if base:
+                del packages["debootstrap"]
+            host.require(packages, say, install=install)
+
+    def build(self, targets: Sequence[str] = TARGETS, *, context: Path = ROOT, tag: str = TAG) -> dict[str, str]:
+        """Builds the targets from the Dockerfile in ``context``; returns the identity of each image."""
+        base = self._base or ("" if self._docker else self._local_base())
+        found = {}
+        for target in targets:
+            name = name_of(target, tag)
+            self._say(f"{name}: building")
+            arguments = [f"--target={target}", f"--tag={name}"]
+            if base:
+                arguments.append(f"--build-arg=BASE={base}")
+            for setting in ("PIP_INDEX_URL", "PIP_CERT"):
+                if value := os.environ.get(setting):
+                    arguments.append(f"--build-arg={setting}={value}")
+            if self._docker:
+                self._run("docker", "build", *arguments, str(context))
+            else:
+                trust = [f"--volume={path}:{path}:ro" for path in _TRUST if Path(path).is_dir()]
+                self._buildah("bud", "--layers", "--isolation=chroot", *trust, *arguments, str(context))
+            found[target] = self.identity(name)
+            self._say(f"{name}: {self.size(name) / 1e6:.0f} MB")
+        return found
+
+    def identity(self, name: str) -> str:
+        """The image's own identity: another one after any change."""
+        if self._docker:
+            return self._run("docker", "image", "inspect", "--format={{.Id}}", name).strip()
+        return self._buildah("inspect", "--type=image", "--format={{.FromImageID}}", name).strip()
+
+    def size(self, name: str) -> int:
+        """Bytes of the unpacked image."""
+        if self._docker:
+            return int(self._run("docker", "image", "inspect", "--format={{.Size}}", name))
+        listed = json.loads(self._buildah("images", "--json"))
+        for entry in listed:
+            if name in (entry.get("names") or []):
+                return _bytes(entry["size"])
+        raise ClusterError(f"no image {name}: build it with 'make image'")
+
+    def built(self) -> list[str]:
+        """Targets of which an image is there."""
+        found = []
+        for target in TARGETS:
+            try:
+                self.identity(name_of(target))
+            except ClusterError:
+                continue
+            found.append(target)
+        return found
+
+    def load(self, node: RealNode, name: str) -> None:
+        """Brings a built image into the node's store, unless it is there."""
+        identity = self.identity(name)
+        if node.holds_image(name, identity):
+            return
+        self._say(f"{name}: importing")
+        with tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
+            archive = Path(folder) / "image.tar"
+            if self._docker:
+                self._run("docker", "save", f"--output={archive}", name)
+            else:
+                self._buildah("push", "--quiet", name, f"docker-archive:{archive}:{name}")
+            node.import_image(archive, name, identity)
+
+    def _local_base(self) -> str:
+        if any(LOCAL_BASE in (entry.get("names") or []) for entry in json.loads(self._buildah("images", "--json"))):
+            return LOCAL_BASE
+        self._say(f"{LOCAL_BASE}: made of Debian's packages once (about 2 minutes)")
+        with tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
+            root = Path(folder) / "root"
+            self._run("debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", str(root))
+            for leftover in ("var/cache/apt", "var/lib/apt/lists"):
+                shutil.rmtree(root / leftover, ignore_errors=True)
+            container = self._buildah("from", "scratch").strip()
+            try:
+                self._buildah("add", "--quiet", container, str(root), "/")
+                self._buildah("commit", "--quiet", container, LOCAL_BASE)
+            finally:
+                self._buildah("rm", container)
+        return LOCAL_BASE
+
+    def _scratch(self) -> Path:
+        folder = self._folder / "scratch"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _buildah(self, *arguments: str) -> str:
+        store = [f"--root={self._folder / 'storage'}", f"--runroot={self._folder / 'run'}", "--storage-driver=overlay"]
+        return self._run("buildah", *store, *arguments)
+
+    def _run(self, *command: str) -> str:
+        environment = {**os.environ, "PATH": host.search_path(), "TMPDIR": str(self._scratch())}
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=_BUILD_SECONDS, check=False
+        )
+        if done.returncode != 0:
+            words = " ".join(w for w in command[:6] if not w.startswith("--root"))
+            raise ClusterError(f"{words} ...:\n{(done.stdout[-2000:] + done.stderr[-3000:]).strip()}")
+        return done.stdout
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    number, _, unit = size.partition(" ")
+    return int(float(number) * {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
+
+
+def ensure_pause(node: RealNode) -> None:
+    """The container that holds a pod's namespaces: a few lines of C, so no image has to be pulled for it."""
+    identity = hashlib.sha256(_PAUSE_SOURCE.encode()).hexdigest()
+    if node.holds_image(PAUSE_IMAGE, identity):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source, program, archive = (Path(folder) / n for n in ("pause.c", "pause", "pause.tar"))
+        source.write_text(_PAUSE_SOURCE)
+        host.run("gcc", "-Os", "-static", "-s", "-o", str(program), str(source))
+        _write_archive(archive, PAUSE_IMAGE, program)
+        node.import_image(archive, PAUSE_IMAGE, identity)
+
+
+def _write_archive(archive: Path, name: str, program: Path) -> None:
+    """An image of one file, in the format that ``docker save`` writes."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        entry = tar.gettarinfo(str(program), "pause")
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        entry.mode = 0o755
+        with program.open("rb") as bytes_in:
+            tar.addfile(entry, bytes_in)
+    data = layer.getvalue()
+    config = {
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
+        "os": "linux",
+        "config": {"Entrypoint": ["/pause"], "User": "65535:65535"},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    with tarfile.open(archive, mode="w") as tar:
+        for file, content in (
+            ("config.json", json.dumps(config).encode()),
+            ("layer.tar", data),
+            ("manifest.json", json.dumps(manifest).encode()),
+        ):
+            member = tarfile.TarInfo(file)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
