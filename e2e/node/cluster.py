@@ -74,7 +74,7 @@ class RealNode(LocalCluster):
         return self
 
     def up(self) -> None:
-        """Starts everything; returns when the node is Ready and names are answered. ClusterError tells what is wrong."""
+        """Starts everything; returns when the node is Ready and names are answered. ClusterError says what is wrong."""
         host.require({**host.NODE_PACKAGES, **host.COMPILER}, self._say, install=self._install)
         self._programs = {**ensure_programs(say=self._say), **ensure_programs(say=self._say, catalog=NODE_PROGRAMS)}
         if self._record() is not None and self.running():
@@ -154,6 +154,16 @@ class RealNode(LocalCluster):
         self._start_containerd(record, leftovers=False)
         self._start_node(record)
 
+    def kill_container(self, identity: str) -> None:
+        """SIGKILL to the first process of a container (``containerID`` of its status), as the kernel might do it."""
+        wanted = identity.removeprefix("containerd://")
+        for line in self.ctr("tasks", "list").splitlines():
+            name, pid, *_ = line.split()
+            if name == wanted:
+                os.kill(int(pid), signal.SIGKILL)
+                return
+        raise ClusterError(f"container {identity} does not run")
+
     def ctr(self, *arguments: str, timeout: float = 300.0) -> str:
         """containerd's command line, in the namespace of Kubernetes."""
         record = self._record()
@@ -161,6 +171,10 @@ class RealNode(LocalCluster):
             raise ClusterError(f"no node in {self.state}: start one with 'make node'")
         socket = self._places(record).containerd
         return host.run("ctr", "--address", str(socket), "--namespace", "k8s.io", *arguments, timeout=timeout)
+
+    def helm(self, *arguments: str, timeout: float = 240.0) -> str:
+        """Runs helm as admin."""
+        return self._run("helm", *arguments, timeout=timeout)
 
     def import_image(self, archive: Path, name: str, identity: str) -> None:
         """Imports an image unless the store holds this very one under this name."""

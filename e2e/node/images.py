@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -171,6 +172,19 @@ class Builder:
             words = " ".join(w for w in command[:6] if not w.startswith("--root"))
             raise ClusterError(f"{words} ...:\n{(done.stdout[-2000:] + done.stderr[-3000:]).strip()}")
         return done.stdout
+
+
+@contextmanager
+def foundation() -> Iterator[Path]:
+    """A build context with the operator of the foundation (fixtures/foundation.tar.gz) and today's dependencies."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = Path(folder)
+        with tarfile.open(Path(__file__).parent / "fixtures" / "foundation.tar.gz") as archive:
+            archive.extractall(context, filter="data")
+        for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
+            shutil.copy2(ROOT / name, context / name)
+        shutil.copytree(ROOT / "images", context / "images")
+        yield context
 
 
 def _bytes(size: int | str) -> int:

@@ -11,7 +11,8 @@ import yaml
 
 from e2e.node.host import Network
 
-NODE_NAME = "rlfleet-node"
+#: The name that kind gives the node of a cluster called rlfleet: manifests fit both.
+NODE_NAME = "rlfleet-control-plane"
 PAUSE_IMAGE = "localhost/rlfleet/pause:1"
 CLUSTER_DOMAIN = "cluster.local"
 KUBELET_PORT = 10250

@@ -160,12 +160,13 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
 
 
 def _ending(status: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    # What ended the pod as a whole (Evicted, for instance) explains the engine's end, not the other way round.
+    known = ": ".join(str(status[k]) for k in ("reason", "message") if status.get(k))
     ended = engine.get("terminated")
-    if ended:
+    if ended and not known:
         signal = f", signal {ended['signal']}" if ended.get("signal") else ""
         text = f"engine ended with exit code {ended.get('exitCode')}{signal}"
         return f"{text} ({ended['reason']})" if ended.get("reason") else text
-    known = ": ".join(str(status[k]) for k in ("reason", "message") if status.get(k))
     return known or f"pod is {status.get('phase')}"
 
 

@@ -54,6 +54,14 @@ CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
 #: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
 TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
+#: What a namespace that enforces the restricted Pod Security Standard asks of every container; the gate needs no more.
+_GATE_SECURITY: Final[Mapping[str, Any]] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
 ENGINE_START_FAILURES: Final = 1800
@@ -233,6 +241,7 @@ def _gate_container(
         "env": env,
         "ports": [{"name": "gate", "containerPort": port}],
         "resources": resources,
+        "securityContext": copy.deepcopy(_GATE_SECURITY),
         "volumeMounts": [
             {"name": STATE_VOLUME, "mountPath": STATE_DIR},
             {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},

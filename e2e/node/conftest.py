@@ -1,0 +1,45 @@
+"""One real node for the whole run, with the images built from this checkout and one of an older operator."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.node.__main__ import wants_install
+from e2e.node.cluster import RealNode
+from e2e.node.images import Builder, foundation, name_of
+from e2e.node.kit import FOUNDATION_TAG
+
+
+def say(line: str) -> None:
+    """Progress: the run is long, and mostly waits for builds on a new machine."""
+    print(line, flush=True)
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
+    """The node, with every image in its store. Needs root and Debian's packages (ClusterError names what lacks)."""
+    builder = Builder(say, install=wants_install())
+    builder.build()
+    with foundation() as context:
+        builder.build(["operator"], context=context, tag=FOUNDATION_TAG)
+    with RealNode(tmp_path_factory.mktemp("node"), say, install=wants_install()) as started:
+        for target in ("operator", "engine", "trainer"):
+            builder.load(started, name_of(target))
+        builder.load(started, name_of("operator", FOUNDATION_TAG))
+        yield started
+
+
+@pytest.fixture(scope="session")
+def foundation_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart of the foundation. It had no Deployment yet: the one that its README told people to write is added."""
+    folder = tmp_path_factory.mktemp("foundation")
+    with tarfile.open(Path(__file__).parent / "fixtures" / "foundation.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    chart = folder / "charts" / "rlfleet"
+    added = Path(__file__).parent / "fixtures" / "deployment.yaml"
+    (chart / "templates" / "deployment.yaml").write_text(added.read_text())
+    return chart

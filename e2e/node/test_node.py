@@ -1,0 +1,266 @@
+"""Life on a real node: an older release upgraded in mid-round, the quickstart, faults, uninstall.
+
+The tests of this file are one story, in order, on one node: each begins where the one before it ended.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.controlplane import ClusterError
+from e2e.cluster.local import ROOT
+from e2e.node.cluster import RealNode
+from e2e.node.kit import (
+    FOUNDATION_TAG,
+    QUICKSTART,
+    RELEASE,
+    SYSTEM,
+    VALUES,
+    Fleet,
+    Obj,
+    condition,
+    container,
+    helm,
+    until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+OLD = "older"
+NEW = "demo"
+
+
+@pytest.fixture(scope="module")
+def old(node: RealNode) -> Fleet:
+    """The fleet that an older operator made, in a namespace without Pod Security: its gates asked for more."""
+    return Fleet(node, OLD)
+
+
+@pytest.fixture(scope="module")
+def fleet(node: RealNode) -> Fleet:
+    """The quickstart's fleet."""
+    return Fleet(node, NEW)
+
+
+def operators(node: RealNode, image: str) -> list[str]:
+    """Names of the operator's ready pods that run this image."""
+    pods = node.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
+    return [
+        p["metadata"]["name"]
+        for p in pods
+        if p["spec"]["containers"][0]["image"].endswith(image)
+        and condition(p, "Ready").get("status") == "True"
+        and "deletionTimestamp" not in p["metadata"]
+    ]
+
+
+def leader(node: RealNode) -> str:
+    """The pod that holds the Lease."""
+    lease = node.get("lease", "rlfleet-operator", "-n", SYSTEM)
+    return str(lease["spec"].get("holderIdentity") or "").partition("_")[0]
+
+
+# ------------------------------------------------------------------------------------------------ upgrade
+
+
+def test_the_foundation_is_installed_and_serves(node: RealNode, old: Fleet, foundation_chart: Path) -> None:
+    node.kubectl("create", "namespace", OLD)
+    node.helm("install", RELEASE, str(foundation_chart), f"--namespace={SYSTEM}", "--create-namespace", "--wait")
+    node.apply(old.pipeline_manifest(maxUnavailable=0))
+    node.apply(*old.pool_manifest(gate=FOUNDATION_TAG))
+    old.start_publisher()
+    until(lambda: len(old.engines()) == 2, "two engine pods")
+    ended = old.sync()
+    assert ended["status"]["phase"] == "Succeeded", ended["status"]
+    until(old.all_active, "both engines Active")
+
+
+def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, old: Fleet) -> None:
+    pods = {p["metadata"]["uid"] for p in old.engines()}
+    for pod in old.engines():
+        old.fault(pod, {"update_weights_from_disk": {"action": "delay", "seconds": 20, "times": 1}})
+    name = old.order()
+    until(lambda: old.phase(name) == "Transferring", "Transferring")
+
+    values = {**VALUES, "crds.upgrade.enabled": "true"}
+    helm(node, "upgrade", str(ROOT / "charts" / "rlfleet"), "--wait", "--timeout=200s", values=values)
+
+    until(lambda: len(operators(node, "operator:dev")) == 2, "two operators of the new image")
+    until(lambda: leader(node) in operators(node, "operator:dev"), "one of them to lead")
+    until(lambda: old.phase(name) == "Succeeded", "the round that an older operator began")
+    until(old.all_active, "both engines Active")
+    assert {p["metadata"]["uid"] for p in old.engines()} == pods, "an upgrade of the operator restarts no engine"
+    assert all(container(p, "gate")["image"].endswith(f"operator:{FOUNDATION_TAG}") for p in old.engines())
+    # And the next one is the new operator's from its beginning, still with old gates.
+    assert old.sync()["status"]["phase"] == "Succeeded"
+
+
+def test_helm_test_passes(node: RealNode) -> None:
+    answer = helm(node, "test", "--timeout=120s")
+    assert "Phase:          Succeeded" in answer, answer
+
+
+def test_an_old_fleet_goes_with_its_objects(node: RealNode, old: Fleet) -> None:
+    node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", OLD, "--timeout=120s", timeout=130)
+    node.kubectl("delete", "namespace", OLD, "--timeout=120s", timeout=130)
+    with pytest.raises(ClusterError):
+        node.get("namespaces", OLD)
+
+
+# ------------------------------------------------------------------------------------------------ quickstart
+
+
+def test_the_quickstart_under_restricted_pod_security(node: RealNode, fleet: Fleet) -> None:
+    node.kubectl("apply", "-f", str(QUICKSTART / "namespace.yaml"))
+    node.kubectl("apply", "-n", NEW, "-f", str(ROOT / "docs" / "examples" / "trainer-rbac.yaml"))
+    node.kubectl("apply", "-f", str(QUICKSTART / "pipeline.yaml"), "-f", str(QUICKSTART / "pool.yaml"))
+    until(lambda: len(fleet.engines()) == 2, "two engine pods")
+    for pod in fleet.engines():
+        # A native sidecar: an init container that stays, and that started before the engine did.
+        gate = next(c for c in pod["spec"]["initContainers"] if c["name"] == "gate")
+        assert gate["restartPolicy"] == "Always"
+    node.kubectl("wait", "pod", "-l", "rlfleet.dev/pool=engines", "-n", NEW, "--for=condition=Ready", "--timeout=120s",
+                 timeout=130)  # fmt: skip
+    for pod in fleet.engines():
+        began = {n: container(pod, n)["state"]["running"]["startedAt"] for n in ("gate", "engine")}
+        assert began["gate"] <= began["engine"]
+
+    node.kubectl("apply", "-f", str(QUICKSTART / "trainer.yaml"))
+    until(lambda: fleet.pipeline()["status"].get("committed", {}).get("version") == 2, "three versions of the trainer")
+    until(fleet.all_active, "both engines Active")
+    enforced = node.get("namespaces", NEW)["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert enforced == "restricted"
+    rounds = node.get("syncrounds", "-n", NEW)["items"]
+    assert all(m["transport"] == "CPUSerialize" for r in rounds for m in r["status"]["plan"].get("members", []))
+
+
+def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
+    engine = fleet.engines()[0]["metadata"]["name"]
+    assert "serving tiny (numpy)" in node.kubectl("logs", engine, "-n", NEW, "-c", "engine")
+    assert "uid=65532" in node.kubectl("exec", engine, "-n", NEW, "-c", "gate", "--", "id")
+    # By the Service's name, as the trainer does it.
+    url = "http://engines.demo.svc.cluster.local:30000/model_info"
+    script = f"import urllib.request as u; print(u.urlopen('{url}').status)"
+    assert node.kubectl("exec", "trainer", "-n", NEW, "--", "python", "-c", script).strip() == "200"
+    read_only = node.kubectl("exec", engine, "-n", NEW, "-c", "gate", "--", "sh", "-c", "touch /x 2>&1 || true")
+    assert "Read-only" in read_only
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.fixture(scope="module")
+def steered(node: RealNode, fleet: Fleet) -> Fleet:
+    """The same fleet with engines that take faults, and a sender that publishes when a test says so."""
+    node.kubectl("delete", "pod", "trainer", "-n", NEW, "--timeout=60s")
+    node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", NEW, "--timeout=120s", timeout=130)
+    node.apply(fleet.pipeline_manifest(maxUnavailable=0))
+    node.apply(*fleet.pool_manifest())
+    fleet.start_publisher()
+    until(lambda: len(fleet.engines()) == 2, "two engine pods")
+    assert fleet.sync()["status"]["phase"] == "Succeeded"
+    until(fleet.all_active, "both engines Active")
+    return fleet
+
+
+def replaced(fleet: Fleet, victim: Obj) -> None:
+    """Waits until another pod plays the victim's engine and both engines are Active again."""
+
+    def done() -> bool:
+        return fleet.all_active() and victim["metadata"]["uid"] not in {p["metadata"]["uid"] for p in fleet.engines()}
+
+    until(done, "both engines Active again, one of them in a new pod")
+
+
+def told(fleet: Fleet, *words: str) -> None:
+    """Waits for the Event that tells people about a failed pod in these words."""
+    until(
+        lambda: any(
+            all(w in e["note" if "note" in e else "message"] for w in words) for e in fleet.events("PodFailed")
+        ),
+        f"an Event PodFailed that says {words}",
+    )
+
+
+def test_an_engine_that_runs_out_of_memory_is_replaced_and_says_so(steered: Fleet) -> None:
+    victim = steered.engines()[0]
+    # Pages of a memory volume belong to no process, so the kernel takes the container's largest one: the engine.
+    steered.write(victim, "/tmp/fill", 400)
+    told(steered, "engine", "OOMKilled")
+    replaced(steered, victim)
+
+
+def test_a_killed_gate_restarts_in_place_and_the_engine_goes_on(steered: Fleet) -> None:
+    victim = steered.engines()[0]
+    steered.node.kill_container(container(victim, "gate")["containerID"])
+
+    def back() -> bool:
+        pod = steered.node.get("pods", victim["metadata"]["name"], "-n", NEW)
+        gate = container(pod, "gate")
+        return gate["restartCount"] == 1 and gate["ready"] and condition(pod, "Ready").get("status") == "True"
+
+    until(back, "the gate's container to be ready again")
+    pod = steered.node.get("pods", victim["metadata"]["name"], "-n", NEW)
+    assert pod["metadata"]["uid"] == victim["metadata"]["uid"]
+    assert container(pod, "engine")["containerID"] == container(victim, "engine")["containerID"]
+    # It kept its record: the engine serves on, and takes the next version.
+    until(steered.all_active, "both engines Active")
+    assert steered.sync()["status"]["phase"] == "Succeeded"
+
+
+def test_an_evicted_pod_is_replaced_and_says_so(steered: Fleet) -> None:
+    victim = steered.engines()[0]
+    steered.write(victim, "/scratch/fill", 64)
+    told(steered, "Evicted")
+    replaced(steered, victim)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(steered: Fleet) -> None:
+    ended = steered.sync(bulk_mib=80)
+    assert ended["status"]["phase"] == "Failed"
+    failure = ended["status"]["failure"]
+    assert "spec.gate.stagingMiB" in failure["message"], failure
+    assert not ended["status"].get("timings", {}).get("pausedMs")
+    until(steered.all_active, "both engines still Active at the version before")
+
+
+def test_a_rebooted_node_comes_back_closed_and_is_filled_again(node: RealNode, steered: Fleet) -> None:
+    before = {p["metadata"]["uid"] for p in steered.engines()}
+    committed = steered.pipeline()["status"]["committed"]
+
+    node.reboot()
+
+    until(lambda: len(operators(node, "operator:dev")) == 2, "two operators")
+
+    def again() -> bool:
+        pods = steered.engines()
+        return len(pods) == 2 and not before & {p["metadata"]["uid"] for p in pods} and "Loading" in steered.states()
+
+    until(again, "two new engines, closed")
+    # Nobody serves: the memory that held the weights is empty, and so is the sender's.
+    assert steered.pipeline()["status"]["committed"] == committed
+    assert "Active" not in steered.states()
+    node.kubectl("delete", "pod", "trainer", "-n", NEW, "--timeout=60s")
+    steered.start_publisher()
+    assert steered.sync()["status"]["phase"] == "Succeeded"
+    until(steered.all_active, "both engines Active")
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+def test_uninstall_leaves_nothing(node: RealNode, steered: Fleet) -> None:
+    node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", NEW, "--timeout=120s", timeout=130)
+    helm(node, "uninstall", "--wait", "--timeout=120s")
+    node.kubectl("delete", "namespace", NEW, "--timeout=120s", timeout=130)
+    kinds = ("deployments", "pods", "jobs", "services", "serviceaccounts", "secrets", "roles", "rolebindings", "leases")
+    left = [
+        f"{item['kind']} {item['metadata']['name']}"
+        for item in node.get(",".join((*kinds, "poddisruptionbudgets", "configmaps")), "-n", SYSTEM)["items"]
+        if item["metadata"]["name"] not in ("default", "kube-root-ca.crt")
+    ]
+    assert left == []
+    wide = node.get("clusterroles,clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
+    assert wide == []
