@@ -234,6 +234,13 @@ def _hierarchies() -> Sequence[Path]:
 # --------------------------------------------------------------------------------------------- mounts and files
 
 
+def _comm(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def unmount_below(*folders: Path) -> None:
     """Unmounts everything that is mounted at or below these folders, innermost first."""
     for _ in range(5):
@@ -267,6 +274,9 @@ def remove_strays(state: Path, network: str) -> None:
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and os.readlink(link).startswith(f"{state}/"):
             link.unlink()
+    if not any(_comm(pid) == "kubelet" for pid in os.listdir("/proc") if pid.isdigit()):
+        for name in ("kubelet_internal_checkpoint", "kubelet.sock"):
+            (_DEVICE_PLUGINS / name).unlink(missing_ok=True)
     for path in (_DEVICE_PLUGINS, *_DEVICE_PLUGINS.parents[:1], Path("/var/log/containers")):
         try:
             path.rmdir()  # kubelet made it; somebody else's is not empty

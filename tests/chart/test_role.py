@@ -19,6 +19,7 @@ ALLOWED = [
       ("patch", "update")),
     *(("update", f"{kind}.rlfleet.dev/finalizers", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
     *((verb, "trainerdemands.rlfleet.dev", "x") for verb in ("get", "list", "watch")),
+    ("patch", "pods/status", "x"),
     ("create", "syncrounds.rlfleet.dev", "x"),
     ("delete", "syncrounds.rlfleet.dev", "x"),
     *((verb, "resourceclaims.resource.k8s.io", "x") for verb in ("list", "create", "delete")),
@@ -34,7 +35,7 @@ ALLOWED = [
 ]  # fmt: skip
 
 REFUSED = [
-    ("patch", "pods/status", "x"),
+    ("update", "pods/status", "x"),
     ("update", "pods", "x"),
     ("deletecollection", "pods", "x"),
     ("create", "pods/exec", "x"),

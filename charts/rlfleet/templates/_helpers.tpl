@@ -145,10 +145,14 @@ volumes:
 
 {{/* What the operator may do in the namespaces that it serves. */}}
 {{- define "rlfleet.rules" -}}
-# Engine pods are created, and deleted with a UID precondition. Their status is the kubelet's: never written.
+# Engine pods are created, and deleted with a UID precondition.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, patch, delete]
+# Their status is the kubelet's but for one condition, rlfleet.dev/weights-current, of pools with a Readiness router.
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines, enginepools, syncrounds]
   verbs: [get, list, watch, patch, update]

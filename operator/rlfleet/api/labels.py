@@ -32,6 +32,9 @@ BLOCK_HASH: Final = f"{GROUP}/block-hash"
 QUARANTINE: Final = f"{GROUP}/quarantine"
 #: Characters of it that are shown.
 MAX_QUARANTINE_REASON: Final = 200
+#: Condition of engine pods in pools with a Readiness router, and the readiness gate that waits for it: the engine
+#: serves the committed version.
+WEIGHTS_CURRENT: Final = f"{GROUP}/weights-current"
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 
@@ -43,6 +46,7 @@ ROUND_FINALIZER: Final = f"{GROUP}/round"
 PIPELINE_FINALIZER: Final = f"{GROUP}/pipeline"
 
 #: Field managers, one per controller, so that one controller's apply never drops another's fields.
+READINESS_MANAGER: Final = "rlfleet-readiness"
 PIPELINE_MANAGER: Final = "rlfleet-pipeline"
 POOL_MANAGER: Final = "rlfleet-pool"
 ROUND_MANAGER: Final = "rlfleet-round"

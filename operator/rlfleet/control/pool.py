@@ -23,6 +23,7 @@ from rlfleet.control.context import Context
 from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers
 from rlfleet.control.pool_end import finalize
 from rlfleet.control.pool_memory import PoolMemory
+from rlfleet.control.pool_readiness import write_readiness
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.pods import is_owned
@@ -191,6 +192,7 @@ class PoolReconciler:
         present = self._facts(pool)
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
         rows = self._rows(pool, present, plan, pipeline, found, memory, sleep, slots)
+        await write_readiness(ctx, pool, rows, out)
         return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
 
     async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:

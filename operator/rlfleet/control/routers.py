@@ -18,6 +18,7 @@ from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
 from rlfleet.kube.guard import Guard
 from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.template import READINESS
 from rlfleet.router import RouterAdapter, make_router
 
 #: A gate takes at most this many.
@@ -51,6 +52,8 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
     names: set[str] = set()
     problems: list[Problem] = []
     for router in pool["spec"].get("routers") or []:
+        if router["type"] == READINESS:
+            continue  # nothing to call: the pods' own readiness is the entry
         name, kind = router["name"], RouterType(router["type"])
         if router.get("url"):
             endpoints.append(RouterEndpoint(name=name, type=kind, url=router["url"].rstrip("/")))

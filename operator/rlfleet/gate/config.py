@@ -47,6 +47,8 @@ class GateConfig:
     engine_api_key: str | None
     engine_admin_key: str | None
     router_quiet_seconds: float
+    ready_when_proven: bool = False
+    """Not ready before the first weights came; False: ready as soon as a model is loaded."""
     checkpoint_dir: Path | None = None
     """Where checkpoints lie, here and in the engine; None: the pod mounts none."""
     tls_dir: Path | None = None
@@ -100,6 +102,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         engine_api_key=env.get("RLFLEET_ENGINE_API_KEY") or None,
         engine_admin_key=env.get("RLFLEET_ENGINE_ADMIN_KEY") or None,
         router_quiet_seconds=_number(env, "RLFLEET_ROUTER_QUIET_SECONDS", 5.0),
+        ready_when_proven=env.get("RLFLEET_READY_WHEN_PROVEN", "") == "true",
         checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
         tls_dir=Path(text) if (text := env.get("RLFLEET_TLS_DIR", "").strip()) else None,
     )

@@ -121,6 +121,10 @@ class GateServer:
             return _error(
                 503, ErrorBody(reason=ErrorReason.ENGINE_UNREACHABLE, message="the engine does not answer yet")
             )
+        fresh = self._gate.store.holds is None and self._gate.store.latest_load() is None
+        if self._gate.config.ready_when_proven and fresh:
+            # Later the pod's condition decides, which the operator keeps: a load must not shake the pod either.
+            return _error(503, ErrorBody(reason=ErrorReason.NOT_PROVEN, message="the engine has base weights only"))
         return web.json_response({"ready": True})
 
     async def metrics(self, _: web.Request) -> web.Response:

@@ -75,6 +75,8 @@ class PodFact:
     template_hash: str = ""
     assignment: str = ""
     owned: bool = True
+    #: Its condition weights-current; None: the pod has no such readiness gate.
+    current: bool | None = None
 
     @property
     def live(self) -> bool:
@@ -156,7 +158,15 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         template_hash=marks.get(labels.TEMPLATE_HASH, ""),
         assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
+        current=_current(pod, conditions),
     )
+
+
+def _current(pod: Mapping[str, Any], conditions: Mapping[Any, Any]) -> bool | None:
+    gates = (pod.get("spec") or {}).get("readinessGates") or []
+    if not any(g.get("conditionType") == labels.WEIGHTS_CURRENT for g in gates):
+        return None
+    return conditions.get(labels.WEIGHTS_CURRENT) == "True"
 
 
 def _ending(status: Mapping[str, Any], engine: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from rlfleet.plan.template import (
     asks_claims,
     asks_gpu,
     assignments,
+    by_readiness,
     checkpoint_mounts,
     engine_of,
     engine_port,
@@ -53,6 +54,8 @@ ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
 CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
 #: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
 TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
+#: Tells a gate that it is not ready before its engine's first weights came.
+READY_WHEN_PROVEN_ENV: Final = "RLFLEET_READY_WHEN_PROVEN"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
 #: What a namespace that enforces the restricted Pod Security Standard asks of every container; the gate needs no more.
 _GATE_SECURITY: Final[Mapping[str, Any]] = {
@@ -112,6 +115,8 @@ def build_pod(
         {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
         *([{"name": TLS_VOLUME, "secret": {"secretName": tls_secret}}] if tls_secret else []),
     ]
+    if by_readiness(pool):
+        spec["readinessGates"] = [*(spec.get("readinessGates") or []), {"conditionType": labels.WEIGHTS_CURRENT}]
     placed = place_pod(spec, pool, index, assignment=assignment, slots=slots)
     template_meta = template.get("metadata") or {}
     return {
@@ -229,6 +234,8 @@ def _gate_container(
         env += [_value(name, ",".join(assignment.devices)) for name in ("RLFLEET_DEVICES", VISIBLE_DEVICES)]
     if tls:
         env.append(_value(TLS_DIR_ENV, TLS_DIR))
+    if by_readiness(pool):
+        env.append(_value(READY_WHEN_PROVEN_ENV, "true"))
     checkpoints = checkpoint_mounts(pool)
     if checkpoints:
         env.append(_value(CHECKPOINT_DIR_ENV, str(checkpoints[0]["mountPath"])))

@@ -34,6 +34,9 @@ DEFAULT_STAGING_MIB: Final = 1024
 #: Where an engine says that its process is up and its model is loaded, by engine type.
 STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
 
+#: The type of a router in spec.routers that is no program: the readiness of the engine's pod.
+READINESS: Final = "Readiness"
+
 _RESERVED_PREFIX = "RLFLEET_"
 _VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME)
 
@@ -97,6 +100,11 @@ def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
         for start in range(0, len(devices) - size + 1, size):
             result.append(Assignment(str(entry["node"]), tuple(sorted(devices[start : start + size]))))
     return result
+
+
+def by_readiness(pool: Mapping[str, Any]) -> bool:
+    """Whether pods are Ready only while their engine serves the committed version."""
+    return any(r.get("type") == READINESS for r in pool["spec"].get("routers") or [])
 
 
 def staging_mib(pool: Mapping[str, Any]) -> int:
@@ -240,6 +248,7 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
             **({"checkpointVolume": gate["checkpointVolume"]} if gate.get("checkpointVolume") else {}),
         },
         "placement": placement.get("mode") or "Scheduler",
+        **({"readiness": True} if by_readiness(pool) else {}),
         # Left out where they are not set, so that pods from before these fields existed keep their hash.
         **{key: placement[key] for key in ("nodes", "packDomain") if placement.get(key)},
     }

@@ -179,12 +179,30 @@ class Placement(Spec):
     )
 
 
+class RouterKind(StrEnum):
+    """How an engine is taken out of the way of requests. SGLangRouter: its gate adds and removes it at the router.
+
+    Readiness: by its pod's readiness; Services, and whatever else reads EndpointSlices, follow.
+    """
+
+    SGLANG_ROUTER = RouterType.SGLANG_ROUTER.value
+    READINESS = "Readiness"
+
+
 class Router(Spec):
     """One router that sends requests to the engines."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            rule("has(self.podSelector) != has(self.url)", "exactly one of podSelector and url must be set"),
+            rule(
+                "self.type == 'Readiness' || has(self.podSelector) != has(self.url)",
+                "exactly one of podSelector and url must be set",
+            ),
+            rule(
+                "self.type != 'Readiness' || !(has(self.podSelector) || has(self.url) || has(self.port))",
+                "type Readiness takes neither podSelector nor url nor port: Services select the engines' pods",
+                at=".type",
+            ),
             rule(
                 "!has(self.podSelector) || has(self.port)",
                 "podSelector needs port",
@@ -201,7 +219,11 @@ class Router(Spec):
     )
 
     name: ObjectName = Field(description="Name of the router within this pool.")
-    type: RouterType = Field(description="The router's API.")
+    type: RouterKind = Field(
+        description="The router's API. Readiness: none; pods of this pool become Ready only while their engine serves "
+        "the committed version (readiness gate rlfleet.dev/weights-current), and Services follow. Adding or removing "
+        "it changes pods, so they become outdated."
+    )
     pod_selector: LabelSelector | None = Field(default=None, description="Selects the one pod that runs the router.")
     port: Port | None = Field(default=None, description="Port of the router in the selected pod.")
     url: Url | None = Field(

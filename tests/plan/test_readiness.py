@@ -1,0 +1,90 @@
+"""Pods whose readiness is the router: which condition they get, and how they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
+from rlfleet.plan.lifecycle import Derived, pod_fact
+from rlfleet.plan.pods import READY_WHEN_PROVEN_ENV, build_pod
+from rlfleet.plan.pool_elastic import Row
+from rlfleet.plan.readiness import changes
+from rlfleet.plan.template import GATE, is_outdated, template_hash
+from rlfleet.router.readiness import pod_condition
+from tests.plan.pool_kit import fact, pool
+
+READINESS = [{"name": "service", "type": "Readiness"}]
+S = EngineState
+
+
+def row(index: int, state: EngineState, current: bool | None, reason: Reason | None = None, **pod: Any) -> Row:
+    return Row(fact(index, current=current, **pod), Derived(state, reason, "why"))
+
+
+def test_only_what_differs_is_written_and_withdrawals_come_first() -> None:
+    rows = [
+        row(0, S.ACTIVE, False),
+        row(1, S.ACTIVE, True),
+        row(2, S.QUARANTINED, True, Reason.POISONED),
+        row(3, S.LOADING, False),
+        row(4, S.DRAINING, True, Reason.SCALING_DOWN),
+    ]
+    found = changes(rows)
+    assert [(c.uid, c.current) for c in found] == [("uid-2", False), ("uid-4", False), ("uid-0", True)]
+    assert (found[0].reason, found[0].message) == ("Poisoned", "why")
+
+
+@pytest.mark.parametrize("state", [s for s in EngineState if s is not S.ACTIVE])
+def test_no_other_state_than_active_is_admitted(state: EngineState) -> None:
+    assert changes([row(0, state, False)]) == ()
+    assert [c.current for c in changes([row(0, state, True)])] == [False]
+
+
+def test_pods_without_the_gate_or_on_their_way_out_are_left_alone() -> None:
+    rows = [row(0, S.ACTIVE, None), row(1, S.DRAINING, True, deleting=True), row(2, S.FAILED, True, finished=True)]
+    assert changes(rows) == ()
+
+
+def test_the_condition_names_the_pod_that_is_meant() -> None:
+    (wanted,) = changes([row(0, S.ACTIVE, False)])
+    body = pod_condition("ns", wanted, "2026-01-01T00:00:00Z")
+    assert body["metadata"] == {"name": "a-0-x", "namespace": "ns", "uid": "uid-0"}
+    (condition,) = body["status"]["conditions"]
+    assert (condition["type"], condition["status"]) == ("rlfleet.dev/weights-current", "True")
+
+
+def test_pods_of_such_pools_bear_the_gate_and_others_do_not() -> None:
+    template = {"containers": [{"name": "engine", "image": "e"}], "readinessGates": [{"conditionType": "mine"}]}
+    pod = build_pod(pool(routers=READINESS, pod_spec=template), 0, "a-0", public_keys={})
+    assert pod["spec"]["readinessGates"] == [{"conditionType": "mine"}, {"conditionType": labels.WEIGHTS_CURRENT}]
+    env = {e["name"] for c in pod["spec"]["initContainers"] if c["name"] == GATE for e in c["env"]}
+    assert READY_WHEN_PROVEN_ENV in env
+    plain = build_pod(pool(), 0, "a-0", public_keys={})
+    assert "readinessGates" not in plain["spec"]
+    assert all(e["name"] != READY_WHEN_PROVEN_ENV for e in plain["spec"]["initContainers"][-1]["env"])
+    # Readiness gates of a pod cannot be changed, so its pod is outdated.
+    assert is_outdated(pool(routers=READINESS), template_hash(pool()), "", 0)
+
+
+@pytest.mark.parametrize(("conditions", "current"), [([], False), (["True"], True), (["False"], False)])
+def test_a_pod_s_condition_is_read(conditions: list[str], current: bool) -> None:
+    pod = build_pod(pool(routers=READINESS), 0, "a-0", public_keys={})
+    pod["metadata"]["uid"] = "u"
+    pod["status"] = {"conditions": [{"type": labels.WEIGHTS_CURRENT, "status": s} for s in conditions]}
+    assert pod_fact(pod, owner_uid="pool-uid").current is current
+    del pod["spec"]["readinessGates"]
+    assert pod_fact(pod, owner_uid="pool-uid").current is None
+
+
+def test_what_ended_the_whole_pod_explains_the_engine_s_end() -> None:
+    pod = build_pod(pool(), 0, "a-0", public_keys={})
+    pod["metadata"]["uid"] = "u"
+    ended = {"name": "engine", "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+    pod["status"] = {"phase": "Failed", "containerStatuses": [ended]}
+    assert pod_fact(pod, owner_uid="pool-uid").failure == "engine ended with exit code 137 (Error)"
+    pod["status"] |= {"reason": "Evicted", "message": "Usage exceeds the limit"}
+    assert pod_fact(pod, owner_uid="pool-uid").failure == "Evicted: Usage exceeds the limit"

@@ -1,0 +1,59 @@
+"""The part of the lock that an image gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def subset() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("subset", ROOT / "images" / "subset.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LOCK = """aiohttp==1 \\
+    --hash=sha256:aa
+    # via rlfleet (pyproject.toml)
+yarl==2 \\
+    --hash=sha256:bb
+    # via
+    #   aiohttp
+    #   other
+idna==3 \\
+    --hash=sha256:cc
+    # via yarl
+other==4 \\
+    --hash=sha256:dd
+    # via rlfleet (pyproject.toml)
+"""
+
+
+def test_a_root_brings_all_that_it_rests_on_and_nothing_else(subset: ModuleType) -> None:
+    found = subset.select(LOCK, {"aiohttp"})
+    assert [text.split("==")[0] for text in found] == ["aiohttp", "yarl", "idna"]
+    assert all("--hash=sha256:" in text for text in found)
+
+
+def test_a_root_that_is_not_locked_is_an_error(subset: ModuleType) -> None:
+    with pytest.raises(KeyError, match="torch"):
+        subset.select(LOCK, {"torch", "aiohttp"})
+
+
+def test_the_operator_s_image_has_its_dependencies_and_no_torch(subset: ModuleType) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lock = (ROOT / "requirements.lock").read_text()
+    names = {text.split("==")[0] for text in subset.select(lock, subset.roots(project, []))}
+    assert subset.roots(project, []) <= names
+    assert not names & {"torch", "numpy", "ray", "pytest", "mypy"}
+    assert "torch" in {text.split("==")[0] for text in subset.select(lock, subset.roots(project, ["torch"]))}
