@@ -60,6 +60,21 @@ def test_a_certificate_is_mounted_into_the_gate_alone_and_probed_over_tls() -> N
     assert "rlfleet-tls" not in json.dumps(plain)
 
 
+def test_an_engine_that_asks_for_a_key_shares_it_with_its_gate_alone() -> None:
+    asking = {"containers": [{"name": "engine", "args": ["--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)"]}]}
+    pod = build_pod(pool(pod_spec=asking), 0, "a-0-00000", public_keys=KEYS, admin_key="key-of-this-pod")
+    assert (
+        env(engine(pod))["RLFLEET_ENGINE_ADMIN_KEY"] == env(gate(pod))["RLFLEET_ENGINE_ADMIN_KEY"] == "key-of-this-pod"
+    )
+    assert template.wants_admin_key(pool(pod_spec=asking))
+    by_env = {"containers": [{"name": "engine", "env": [{"name": "K", "value": "$(RLFLEET_ENGINE_ADMIN_KEY)"}]}]}
+    assert template.wants_admin_key(pool(pod_spec=by_env))
+    # An engine that would not take it gets none: its gate would otherwise present a key that is not the engine's.
+    assert not template.wants_admin_key(pool())
+    plain = build_pod(pool(), 0, "a-0-00000", public_keys=KEYS, admin_key="key-of-this-pod")
+    assert "key-of-this-pod" not in json.dumps(plain)
+
+
 def test_identity_wins_over_the_template_and_the_template_is_left_alone() -> None:
     p = pool(
         pod_spec={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -43,6 +44,12 @@ def status(*rows: Row, replicas: int | None = None, old: dict[str, Any] | None =
 def condition(found: dict[str, Any], type_: str) -> tuple[str, str]:
     c = next(c for c in found["conditions"] if c["type"] == type_)
     return c["status"], c["reason"]
+
+
+def test_engines_are_fenced_in_once_all_of_them_have_a_key_that_their_gates_alone_know() -> None:
+    assert status(row(0), row(1))["fencing"] == "Cooperative"
+    assert status(row(0), row(1), admin_key=True)["fencing"] == "Enforced"
+    assert status(row(0), replace(row(1), outdated=True), admin_key=True)["fencing"] == "Cooperative"
 
 
 def test_healthy_pool() -> None:

@@ -339,6 +339,7 @@ class PoolReconciler:
             waits=(*plan.waits, *sleep.waits),
             awake=sleep.awake,
             elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
+            admin_key=valid and template.wants_admin_key(pool),
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))

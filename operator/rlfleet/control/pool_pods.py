@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,6 +100,7 @@ async def _create(
         public_keys=ctx.keys.public_text(),
         slots=slots,
         tls_secret=ctx.settings.tls_secret,
+        admin_key=secrets.token_urlsafe(32),
     )
     try:
         pod = await kube.create(PODS, namespace, body, timeout=ctx.settings.api_timeout)

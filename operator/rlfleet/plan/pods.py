@@ -16,6 +16,7 @@ from rlfleet.api import labels, naming
 from rlfleet.plan.blocks import Slot
 from rlfleet.plan.placing import place_pod
 from rlfleet.plan.template import (
+    ADMIN_KEY_ENV,
     ENGINE,
     GATE,
     GPU_RESOURCE,
@@ -44,6 +45,7 @@ from rlfleet.plan.template import (
     template_hash,
     template_of,
     validate,
+    wants_admin_key,
 )
 
 Obj = dict[str, Any]
@@ -79,11 +81,13 @@ def build_pod(
     public_keys: Mapping[str, str],
     slots: Sequence[Slot] = (),
     tls_secret: str = "",
+    admin_key: str = "",
 ) -> Obj:
     """The pod of engine ``index``, to be created as ``name``. Raises InvalidPool.
 
     ``slots``: placement Claims: who gets which slot of a train block, by engine index. ``tls_secret``: the Secret with
-    the gate's certificate; empty: its gate speaks plain HTTP.
+    the gate's certificate; empty: its gate speaks plain HTTP. ``admin_key``: this pod's own, given to engine and gate
+    where the template refers to it.
     """
     validate(pool)
     meta = pool["metadata"]
@@ -100,6 +104,8 @@ def build_pod(
     spec.setdefault("automountServiceAccountToken", False)
     spec.setdefault("enableServiceLinks", False)
     identity = _identity(pool, index)
+    if admin_key and wants_admin_key(pool):
+        identity.append(_value(ADMIN_KEY_ENV, admin_key))
     for container in spec["containers"]:
         if container["name"] == ENGINE:
             _engine_container(pool, container, identity, assignment)

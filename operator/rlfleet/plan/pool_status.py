@@ -77,6 +77,8 @@ class Observed:
     awake: int | None = None
     """How many engines are to be awake; None: all of ``replicas``."""
     elastic: Elastic = field(default_factory=Elastic)
+    admin_key: bool = False
+    """New pods give their engine a key for its control paths that only their gate knows."""
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -157,7 +159,7 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
         ],
         "engines": [entry(r, observed) for r in listed],
         "templateHash": observed.template_hash,
-        "fencing": "Cooperative",
+        "fencing": "Enforced" if observed.admin_key and not any(r.outdated for r in rows) else "Cooperative",
         "admissionGuarantee": "Enforced",
         "conditions": [dict(c) for c in conditions],
     }

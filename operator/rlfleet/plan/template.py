@@ -36,6 +36,9 @@ STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
 
 #: The type of a router in spec.routers that is no program: the readiness of the engine's pod.
 READINESS: Final = "Readiness"
+#: The key of one pod's engine for its control paths, for the engine's own arguments to refer to: SGLang takes
+#: ``--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)``.
+ADMIN_KEY_ENV: Final = "RLFLEET_ENGINE_ADMIN_KEY"
 
 _RESERVED_PREFIX = "RLFLEET_"
 _VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME)
@@ -196,6 +199,17 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
                 raise InvalidPool(f"{at}: with placement Pinned the operator sets {VISIBLE_DEVICES}")
     if is_pinned(pool) and asks_gpu(engines[0]):
         raise InvalidPool(f"{where}: with placement Pinned the engine must not also ask for {GPU_RESOURCE}")
+
+
+def wants_admin_key(pool: Mapping[str, Any]) -> bool:
+    """The engine's arguments or variables refer to a key of the pod's own, which its gate is then told too."""
+    (engine,) = (c for c in template_of(pool)["spec"]["containers"] if c["name"] == ENGINE)
+    values = [str(e.get("value") or "") for e in engine.get("env") or []]
+    return any(f"$({ADMIN_KEY_ENV})" in text for text in [*_words(engine), *values])
+
+
+def _words(container: Mapping[str, Any]) -> list[str]:
+    return [str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
 def _named(spec: Mapping[str, Any], field: str, where: str) -> list[Mapping[str, Any]]:
