@@ -6,27 +6,33 @@
 # `make image` builds them. The base needs Python 3.11 to 3.13 with venv and CA certificates, whoever publishes it.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
+# What each image is to hold: its part of the lock. Below, packages are installed anew only when this part changes.
+FROM ${BASE} AS locks
+WORKDIR /src
+COPY images/subset.py requirements.lock pyproject.toml ./
+RUN python3 subset.py --no-project hatchling > tools.lock \
+ && python3 subset.py > operator.lock \
+ && python3 subset.py --no-project numpy > engine.lock \
+ && python3 subset.py --extra torch safetensors > trainer.lock
+
 FROM ${BASE} AS build
 # Where packages come from and whose certificates are trusted; both are pip's own settings, unset unless given.
 ARG PIP_INDEX_URL
 ARG PIP_CERT
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-WORKDIR /src
-COPY images/subset.py images/
-COPY requirements.lock pyproject.toml ./
+RUN python3 -m venv /opt/rlfleet
 
 FROM build AS wheel
-RUN python3 images/subset.py --no-project hatchling > /tmp/lock \
- && python3 -m venv /tools \
- && /tools/bin/pip install --quiet --require-hashes -r /tmp/lock
-COPY README.md LICENSE ./
+COPY --from=locks /src/tools.lock /tmp/
+RUN /opt/rlfleet/bin/pip install --quiet --require-hashes -r /tmp/tools.lock
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
 COPY operator operator
-RUN /tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels .
+RUN /opt/rlfleet/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM build AS operator-packages
-RUN python3 images/subset.py > /tmp/lock \
- && python3 -m venv /opt/rlfleet \
- && /opt/rlfleet/bin/pip install --quiet --require-hashes -r /tmp/lock
+COPY --from=locks /src/operator.lock /tmp/
+RUN /opt/rlfleet/bin/pip install --quiet --require-hashes -r /tmp/operator.lock
 
 FROM operator-packages AS operator-program
 COPY --from=wheel /wheels /wheels
@@ -34,8 +40,8 @@ RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl \
  && /opt/rlfleet/bin/pip uninstall --quiet --yes setuptools pip
 
 FROM operator-packages AS engine-program
-RUN python3 images/subset.py --no-project numpy > /tmp/lock \
- && /opt/rlfleet/bin/pip install --quiet --require-hashes -r /tmp/lock
+COPY --from=locks /src/engine.lock /tmp/
+RUN /opt/rlfleet/bin/pip install --quiet --require-hashes -r /tmp/engine.lock
 COPY --from=wheel /wheels /wheels
 RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl \
  && /opt/rlfleet/bin/pip uninstall --quiet --yes setuptools pip
@@ -59,10 +65,8 @@ CMD ["python", "-m", "e2e.sim.engine", "--help"]
 
 # torch and what it rests on are gigabytes: they are installed in place, as a copy would double the time and the space.
 FROM build AS trainer
-RUN python3 images/subset.py --extra torch safetensors > /tmp/lock \
- && python3 -m venv /opt/rlfleet \
- && /opt/rlfleet/bin/pip install --quiet --no-compile --require-hashes -r /tmp/lock \
- && rm /tmp/lock
+COPY --from=locks /src/trainer.lock /tmp/
+RUN /opt/rlfleet/bin/pip install --quiet --no-compile --require-hashes -r /tmp/trainer.lock
 COPY --from=wheel /wheels /wheels
 RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl
 COPY e2e/__init__.py /opt/sim/e2e/

@@ -56,6 +56,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (EP, {"spec.active": 0, "spec.shrink": "Offload", "spec.residualMemoryGiB": 0.5}),
     (EP, {"spec.active": 9, "spec.shrink": "Delete"}),  # above replicas: all of them
     (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:30001"}}),
+    (EP, {"spec.routers": [{"name": "service", "type": "Readiness"}]}),
     (EP, {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 2), ("n2", 2))}}),
     (
         EP,
@@ -293,6 +294,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "spec.trainer.blocks[0].matchAttributes[0] in body should match",
     ),
     (EP, {"spec.routers": [ROUTER]}, f"spec.routers[0]: {ONE_OF}"),
+    (
+        EP,
+        {"spec.routers": [{"name": "service", "type": "Readiness", "url": "http://10.0.0.9:1"}]},
+        'spec.routers[0].type: Invalid value: "object": type Readiness takes neither podSelector nor url nor port',
+    ),
     (EP, {"spec.routers.0.url": "http://10.0.0.9:1"}, f"spec.routers[0]: {ONE_OF}"),
     (
         EP,

@@ -265,3 +265,23 @@ def test_what_is_not_known_is_absent(operator: Operator, engine: Engine, gate: G
 def test_a_paused_engine_is_still_ready_for_its_pod(operator: Operator, gate: Gate) -> None:
     operator.ok("Pause")
     assert gate.http.get("/readyz").status_code == 200
+
+
+def test_where_readiness_is_the_router_a_pod_is_not_ready_before_its_first_weights(
+    engine: Engine, make_gate: Callable[..., Gate]
+) -> None:
+    gate = make_gate(engine.url, RLFLEET_READY_WHEN_PROVEN="true")
+    operator = Operator(gate).ready()
+    answer = gate.http.get("/readyz")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "NotProven")
+    first, second = Weights.of(1), Weights.of(2)
+    operator.deliver(first, 1)
+    assert gate.http.get("/readyz").status_code == 200
+    # A later load takes the proof away for a while: that must not shake the pod.
+    newer = operator.next()
+    newer.prepare(second, 2)
+    newer.push_all(second)
+    newer.ok("Pause")
+    newer.ok("Load", **newer.load_order(second, 2))
+    assert "holds" not in newer.status()
+    assert gate.http.get("/readyz").status_code == 200
