@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e.cluster.controlplane import ClusterError
 from e2e.node.__main__ import wants_install
 from e2e.node.cluster import RealNode
-from e2e.node.images import Builder, foundation, name_of
+from e2e.node.images import TARGETS, Builder, foundation, name_of
 from e2e.node.kit import FOUNDATION_TAG
 
 
@@ -23,11 +24,12 @@ def say(line: str) -> None:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
     """The node, with every image in its store. Needs root and Debian's packages (ClusterError names what lacks)."""
     builder = Builder(say, install=wants_install())
-    builder.build()
+    if missing := set(TARGETS) - set(builder.built()):
+        raise ClusterError(f"no image of {', '.join(sorted(missing))}: 'make image' first ('make e2e-node' does both)")
     with foundation() as context:
         builder.build(["operator"], context=context, tag=FOUNDATION_TAG)
     with RealNode(tmp_path_factory.mktemp("node"), say, install=wants_install()) as started:
-        for target in ("operator", "engine", "trainer"):
+        for target in TARGETS:
             builder.load(started, name_of(target))
         builder.load(started, name_of("operator", FOUNDATION_TAG))
         yield started
