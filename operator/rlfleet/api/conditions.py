@@ -244,6 +244,12 @@ class Reason(_Documented):
     REPAIR_FAILED = "RepairFailed", "engines are not as they should be and repair did not help; it goes on, ever slower"
     REPAIR_RULE_FAILED = "RepairRuleFailed", "a repair rule raised an error; the message names it, the others still run"
 
+    QUARANTINE_REQUESTED = (
+        "QuarantineRequested",
+        "a person keeps the engine out of service, by the annotation rlfleet.dev/quarantine on its pod",
+    )
+    QUARANTINE_FAILED = "QuarantineFailed", "a quarantined engine could not be closed; it is tried again"
+
     # sleeping and waking, demands of the trainer
     OFFLOADING = "Offloading", "engines are being put to sleep: closed, idle, paused, their memory released"
     WAKING = "Waking", "sleeping engines take their memory back; a CatchUp opens them"
@@ -285,7 +291,10 @@ class Reason(_Documented):
     ENGINES_OPEN = "EnginesOpen", "engines accept requests"
     ENGINES_CLOSED = "EnginesClosed", "no engine accepts requests"
     NO_ROUTERS = "NoRouters", "the pool has no router; open means that engines are not paused"
-    ENGINES_QUARANTINED = "EnginesQuarantined", "engines are closed because what they hold is not proven"
+    ENGINES_QUARANTINED = (
+        "EnginesQuarantined",
+        "engines are closed because what they hold is not proven, or because a person keeps them out of service",
+    )
     POD_FAILED = "PodFailed", "an engine's pod failed and is replaced"
     POD_LOST = "PodLost", "an engine's pod vanished without our deleting it"
     POD_PENDING = "PodPending", "an engine's pod is not scheduled or its containers do not start"

@@ -32,13 +32,14 @@ from rlfleet.app.settings import Settings
 from rlfleet.app.triggers import Triggers
 from rlfleet.control.context import Context, Kind, QueueKey, SystemClock
 from rlfleet.control.deletion import watch_deletion
+from rlfleet.control.explaining import Wanted, report
 from rlfleet.control.keys import SigningKeyError, SigningKeys
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
 from rlfleet.control.queue import Result, WorkQueue
 from rlfleet.kube.client import KubeClient
-from rlfleet.kube.config import CredentialSource, credential_source
+from rlfleet.kube.config import CredentialSource, credential_source, load
 from rlfleet.kube.errors import ApiError
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
@@ -46,6 +47,7 @@ from rlfleet.kube.leader import Elector
 from rlfleet.kube.limiter import RateLimiter
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
+from rlfleet.web.server import Standby, WebServer
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Operator:
         self._kinds = ServedKinds()
         self._pods: Reflector | None = None
         self._pools: PoolReconciler | None = None
+        self._web: WebServer | None = None
         self._context: Context | None = None
         host, port = settings.health_address()
         self._health = HealthServer(
@@ -225,7 +228,27 @@ class Operator:
                 observer=self._metrics,
             )
         self._spawn(self._work(kube, self._pods, self._elector), "queue")
+        await self._serve_web()
         log.info("started as %s", self._control.identity)
+
+    async def _serve_web(self) -> None:
+        """The page, where it is asked for. Every replica shows the fleet; only the leader can look at gates."""
+        address = self._settings.web_address()
+        if address is None:
+            return
+        kubeconfig = self._settings.kubeconfig or None
+        self._web = WebServer(*address, where=lambda: load(kubeconfig, anonymous=True), report=self._dry_run)
+        try:
+            await self._web.start()
+        except OSError as e:
+            raise kopf.PermanentError(f"can not serve the web page (--web-bind): {e}") from e
+        log.info("serving the web page on port %d", self._web.port)
+
+    async def _dry_run(self, namespace: str, pipeline: str, wanted: Wanted | None) -> dict[str, Any]:
+        if self._context is None:
+            where = f"{self._settings.namespace}/{self._settings.lease_name}"
+            raise Standby(f"this replica is a standby, only the leader can ask gates: Lease {where} names its pod")
+        return await report(self._context, namespace, pipeline, wanted)
 
     async def _client(
         self, source: CredentialSource, limiter: RateLimiter | None, *, guarded: bool = True
@@ -324,6 +347,8 @@ class Operator:
         # Taken first: the queue ends while it drains, and an end that was asked for is no failure.
         tasks, self._tasks = self._tasks, []
         ctx = self._context
+        if self._web is not None:
+            await self._web.stop()
         if ctx is not None and not self._lost:
             drain = self._settings.drain_seconds
             if not await self._queue.settle(drain):

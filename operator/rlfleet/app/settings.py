@@ -68,6 +68,12 @@ class Settings:
     health_bind: str = _setting(
         "127.0.0.1:9460", "RLFLEET_HEALTH_BIND", "address:port of /healthz, /readyz and /metrics; port 0: any free one"
     )
+    web_bind: str = _setting(
+        "",
+        "RLFLEET_WEB_BIND",
+        "address:port of the web page (each viewer brings a token), for instance 127.0.0.1:9470 with kubectl "
+        "port-forward; empty: none",
+    )
     loop_stall_seconds: float = _setting(
         20.0, "RLFLEET_LOOP_STALL_SECONDS", "/healthz fails when the main loop did not move for so long", minimum=0.1
     )
@@ -134,6 +140,7 @@ class Settings:
                 "--tls-secret (RLFLEET_TLS_SECRET) and --peer-ca-file (RLFLEET_PEER_CA_FILE) go together"
             )
         self.health_address()
+        self.web_address()
 
     def authorities(self) -> ClientTLS | None:
         """Whom gates and senders must be certified by; None without TLS."""
@@ -148,10 +155,11 @@ class Settings:
 
     def health_address(self) -> tuple[str, int]:
         """Host and port to serve probes on."""
-        host, _, port = self.health_bind.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise SettingsError("--health-bind (RLFLEET_HEALTH_BIND) must be address:port")
-        return host.strip("[]"), int(port)
+        return _address("health_bind", self.health_bind)
+
+    def web_address(self) -> tuple[str, int] | None:
+        """Host and port to serve the web page on; None: it is not served."""
+        return _address("web_bind", self.web_bind) if self.web_bind else None
 
     def control(self, environ: Mapping[str, str] = os.environ) -> ControlSettings:
         """The part that reconcilers read. Its identity is another one at each call: ask once per process."""
@@ -168,6 +176,13 @@ class Settings:
             namespaces=self.watch_namespaces,
             tls_secret=self.tls_secret,
         )
+
+
+def _address(name: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(f"{_flag(name)} (RLFLEET_{name.upper()}) must be address:port")
+    return host.strip("[]"), int(port)
 
 
 def _flag(name: str) -> str:

@@ -15,9 +15,9 @@ from rlfleet.api import labels
 from rlfleet.cli import options
 from rlfleet.cli.cluster import Cluster, Obj
 from rlfleet.cli.failures import CliError, Exit, explained
-from rlfleet.cli.output import Format, console, document, dump, show
+from rlfleet.cli.output import Format, console, dump, show
 from rlfleet.client import Client, errors
-from rlfleet.show.facts import duration, version_text
+from rlfleet.show.facts import document, duration, version_text
 
 #: Seconds in which a sync that is not waited for must at least be made.
 ORDER_SECONDS = 10.0

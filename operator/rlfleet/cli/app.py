@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "topology": (SEE, see.topology),
     "sync": (STEER, act.sync),
     "cancel": (STEER, act.cancel),
+    "quarantine": (STEER, act.quarantine),
+    "release": (STEER, act.release),
     "drain": (STEER, act.drain),
     "wake": (STEER, act.wake),
 }

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
 from rich.console import Console, RenderableType
+
+from rlfleet.show.facts import document
 
 #: Width of what is written to a file or a pipe, unless COLUMNS says otherwise.
 PIPE_WIDTH = 200
@@ -46,22 +46,6 @@ def show(what: RenderableType) -> None:
     with screen.capture() as text:
         screen.print(what)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
-
-
-def document(value: Any) -> Any:
-    """Dataclasses as plain JSON values, in camelCase; properties are not part of it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {_camel(f.name): document(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): document(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [document(v) for v in value]
-    return value
-
-
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    return head + "".join(w.title() for w in rest)
 
 
 def dump(value: Any, form: Format) -> None:

@@ -13,8 +13,9 @@ from rich.live import Live
 from rlfleet.cli import options, tables
 from rlfleet.cli.cluster import Cluster
 from rlfleet.cli.failures import CliError
-from rlfleet.cli.output import Format, console, document, dump, show
+from rlfleet.cli.output import Format, console, dump, show
 from rlfleet.show import rounds as round_view
+from rlfleet.show.facts import document
 from rlfleet.show.fleet import Pipeline, fleet
 from rlfleet.show.topology import topology as places_of
 

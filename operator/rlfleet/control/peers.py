@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
@@ -285,6 +286,22 @@ class Peers:
         if status.pod_uid != gate.pod_uid:
             raise Silent(gate, f"the gate at {gate.url} belongs to pod {status.pod_uid}, not {gate.pod_uid}")
         return status
+
+    async def clock_ms(self, gate: Peer) -> int:
+        """Milliseconds since the epoch by a gate's clock, to a second: the Date header of its probe."""
+        path = "/livez"
+        try:
+            async with self._client().get(
+                gate.url.rstrip("/") + path,
+                timeout=aiohttp.ClientTimeout(total=CALL_SECONDS, connect=2.0),
+                allow_redirects=False,
+                proxy=self._proxy,
+                ssl=self._authorities.context() if self._authorities is not None else True,
+                server_hostname=gate.server_name or None,
+            ) as response:
+                return int(parsedate_to_datetime(response.headers["Date"]).timestamp() * 1000)
+        except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as e:
+            raise Silent(gate, f"no answer to GET {path} ({type(e).__name__})") from e
 
     async def enroll(self, gate: Peer, request: wire.EnrollRequest) -> wire.GateStatus:
         """Tell a gate its pipeline, routers and keys."""

@@ -44,16 +44,17 @@ from rlfleet.control.rounds.plan_record import plan_of
 from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.rounds.settling import end_round
 from rlfleet.control.saying import say, with_condition
+from rlfleet.control.sorting import triage_now
 from rlfleet.control.train_blocks import ensure_claims
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
 from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
-from rlfleet.plan.elastic import awaited, wanted_pods
+from rlfleet.plan.elastic import wanted_pods
 from rlfleet.plan.identity import poisoned_gates, strays
-from rlfleet.plan.rounds import RoundRef, can_join
-from rlfleet.plan.triage import Triage, triage
+from rlfleet.plan.rounds import RoundRef
+from rlfleet.plan.triage import Triage
 from rlfleet.plan.validate import Violation
 from rlfleet.plan.verdicts import is_stuck
 
@@ -260,16 +261,15 @@ def _triage(
     blocked: tuple[Reason, str] | None,
 ) -> Triage:
     """Sort the unclaimed rounds by what is observed now; engines in ``replaced`` take part in nothing."""
-    live = [e for e in view.fleet.engines.values() if not e.gone and not e.dropped and e.name not in replaced]
-    return triage(
+    return triage_now(
+        ctx,
+        view.ledger,
+        view.sender,
+        view.fleet.engines.values(),
         [ref_of(r) for r in rounds if kind_of(r) == "Refresh"],
-        committed=view.ledger.committed,
-        sender=None if blocked else view.sender.status,
-        sender_problem=blocked or view.sender.problem,
-        now_ms=ctx.now_ms(),
-        pending_ms=int(view.ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000,
-        joinable=sum(can_join(e) for e in live),
-        expected=awaited(list(view.fleet.engines.values()), pods=view.expected),
+        expected=view.expected,
+        blocked=blocked,
+        replaced=replaced,
     )
 
 

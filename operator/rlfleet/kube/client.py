@@ -76,6 +76,12 @@ class KubeClient:
         other._field_manager = field_manager or self._field_manager
         return other
 
+    def guarded(self, guard: Guard) -> KubeClient:
+        """The same client (connections, limit) whose writes ``guard`` must allow."""
+        other = self.at(self._priority)
+        other._shared = self._shared.guarded(guard)
+        return other
+
     async def open(self) -> KubeClient:
         """Read the credentials and make the connection pool."""
         await self._shared.open()

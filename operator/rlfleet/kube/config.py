@@ -67,8 +67,11 @@ def credential_source(kubeconfig: str | None = None, context: str | None = None)
     return read
 
 
-async def load(kubeconfig: str | None = None, context: str | None = None) -> Credentials:
-    """Read the credentials once. Raises ConfigError with what is missing."""
+async def load(kubeconfig: str | None = None, context: str | None = None, *, anonymous: bool = False) -> Credentials:
+    """Read the credentials once. Raises ConfigError with what is missing.
+
+    ``anonymous``: only where the apiserver is and how to trust it, for calls in somebody else's name.
+    """
     configuration = Configuration()
     explicit = kubeconfig or os.environ.get("KUBECONFIG")
     try:
@@ -84,6 +87,9 @@ async def load(kubeconfig: str | None = None, context: str | None = None) -> Cre
     except (ConfigException, OSError, ValueError) as e:
         raise ConfigError(f"cannot load Kubernetes credentials from {explicit or 'the default places'}: {e}") from e
     server = configuration.host.rstrip("/")
+    if anonymous:
+        # A certificate of ours would count before the token of whoever asks.
+        configuration.cert_file = configuration.key_file = authorization = None
     tls = await asyncio.to_thread(_tls, configuration) if server.startswith("https") else None
     return Credentials(
         server=server,

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -71,6 +72,12 @@ class Transport:
         self._credentials: Credentials | None = None
         self._refresh = asyncio.Lock()
         self.time = ServerTime()
+
+    def guarded(self, guard: Guard) -> Transport:
+        """The same connections and limit, under another guard. Not to be closed: whoever opened the first one does."""
+        other = copy.copy(self)
+        other._guard = guard
+        return other
 
     async def open(self) -> None:
         """Read the credentials and make the pool."""

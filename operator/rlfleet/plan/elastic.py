@@ -188,7 +188,7 @@ class ElasticPlan:
     """Engines that can not be put to sleep as they are."""
 
 
-def _idle_and_ours(e: Engine, pipeline: str) -> bool:
+def idle_and_ours(e: Engine, pipeline: str) -> bool:
     """Its gate answers, belongs to us, and nothing runs there whose end is not known."""
     s = e.status
     return (
@@ -216,7 +216,7 @@ def plan_elastic(engines: Sequence[Engine], *, pipeline: str, cache_ready: bool)
         )
     shrinking = [e for e in shrinking if e not in unable]
     waking = [e for e in present if not e.resting and is_touched(e.status)]
-    due = tuple(e.name for e in reversed(shrinking) if _idle_and_ours(e, pipeline))[:BATCH]
+    due = tuple(e.name for e in reversed(shrinking) if idle_and_ours(e, pipeline))[:BATCH]
     if shrinking:
         tail = f"; {_names(waking)} are woken when that is done" if waking else ""
         return ElasticPlan(
@@ -229,7 +229,7 @@ def plan_elastic(engines: Sequence[Engine], *, pipeline: str, cache_ready: bool)
             f"{_names(waking)} are not woken before the sender has complete weights: they would hold memory for nothing"
         )
         return ElasticPlan(waits=(Reason.SENDER_NOT_READY, why), trouble=trouble)
-    ready = tuple(e.name for e in waking if _idle_and_ours(e, pipeline))[:BATCH]
+    ready = tuple(e.name for e in waking if idle_and_ours(e, pipeline))[:BATCH]
     return ElasticPlan(wake=ready, waits=(Reason.WAKING, f"{_names(waking)} wake"), trouble=trouble)
 
 

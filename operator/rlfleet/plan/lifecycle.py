@@ -20,6 +20,7 @@ from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.asleep import is_offloaded, is_touched
+from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.template import ENGINE
 
@@ -77,6 +78,8 @@ class PodFact:
     owned: bool = True
     #: Its condition weights-current; None: the pod has no such readiness gate.
     current: bool | None = None
+    quarantine: str | None = None
+    """Why a person keeps it out of service; None: nobody does."""
 
     @property
     def live(self) -> bool:
@@ -159,6 +162,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
         current=_current(pod, conditions),
+        quarantine=quarantine_of(pod),
     )
 
 
@@ -245,8 +249,10 @@ def _observe(
         return Derived(state, Reason.ENGINE_UNREACHABLE, "the engine process does not answer its gate")
     if gate.uncertain:
         return Derived(EngineState.QUARANTINED, Reason.UNCERTAIN, "an operation at the gate has no recorded end")
-    if is_touched(gate) or sleep.going:
+    if is_touched(gate) or (sleep.going and pod.quarantine is None):
         return _sleeping(gate, sleep)
+    if pod.quarantine is not None:
+        return Derived(EngineState.QUARANTINED, Reason.QUARANTINE_REQUESTED, pod.quarantine)
     return _serving(gate, committed, routers)
 
 

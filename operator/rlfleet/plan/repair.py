@@ -68,8 +68,8 @@ def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act
     # A pause that is neither proven nor disproved: paused past its gate, or a health check failed just now.
     doubtful = s.engine.paused is None
     if at_committed(e, committed):
-        if e.unwanted or e.resting or not caught_up(e, committed):
-            return None  # its own checksum is another one: a CatchUp's business
+        if e.unwanted or e.resting or e.quarantined or not caught_up(e, committed):
+            return None  # plan.elastic or plan.quarantine sees to it; another checksum is a CatchUp's business
         if s.engine.paused is not False:
             return Act.RESUME, doubtful
         return (Act.OPEN, False) if any(v is False for v in s.routed.values()) else None

@@ -89,6 +89,8 @@ class Engine:
     """Its place in the pool; -1 where its label is no number."""
     resting: bool = False
     """It is to sleep, whether it does already or not (plan.elastic.wish)."""
+    quarantined: bool = False
+    """A person keeps it out of service (plan.quarantine)."""
     owned: bool = True
     refusal: str = ""
     """Why its gate refused to be fenced; empty where it answered or kept silent."""
@@ -103,8 +105,8 @@ class Engine:
 
     @property
     def dropped(self) -> bool:
-        """It leaves or sleeps on purpose, or is to: no round takes it along, and none waits for it."""
-        return self.leaving or self.unwanted or self.resting
+        """It leaves, sleeps or is shut on purpose, or is to: no round takes it along, and none waits for it."""
+        return self.leaving or self.unwanted or self.resting or self.quarantined
 
     @property
     def incarnation(self) -> str:

@@ -359,6 +359,7 @@ def to_replace(engines: Iterable[Engine], *, on_failure: str) -> tuple[str, ...]
         if e.owned
         and not e.gone
         and not e.leaving
+        and not e.quarantined
         and e.status is not None
         and not e.status.in_flight
         and (_is_poisoned(e.status) or is_stuck(e.status))
@@ -382,4 +383,6 @@ def replaceable(engines: Iterable[Engine], names: Container[str], *, on_failure:
     """
     if on_failure != "Replace":
         return ()
-    return tuple(e.name for e in engines if e.name in names and e.owned and not e.gone and not e.leaving)
+    return tuple(
+        e.name for e in engines if e.name in names and e.owned and not e.gone and not e.leaving and not e.quarantined
+    )

@@ -6,6 +6,7 @@ Invariant: what is not there reads as None or an empty text, never as a value th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlfleet.api.timestamps import epoch_ms
@@ -105,3 +106,19 @@ def size(count: int | None) -> str:
 def newest_first(rounds: Iterable[Obj]) -> list[Obj]:
     """SyncRounds, the one created last first."""
     return sorted(rounds, key=lambda r: (str(r["metadata"].get("creationTimestamp")), key_of(r)), reverse=True)
+
+
+def document(value: Any) -> Any:
+    """Dataclasses as plain JSON values, in camelCase; properties are not part of it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {_camel(f.name): document(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): document(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [document(v) for v in value]
+    return value
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(w.title() for w in rest)

@@ -1,4 +1,5 @@
-"""Between rounds: who is to sleep by spec.active and by what the trainer demands; then one claim that sees to it.
+"""Between rounds: who is to be shut by a person's annotation, who is to sleep by spec.active and by what the trainer
+demands; then one claim that sees to it.
 
 Invariant: demands are recorded as grants before anything is done for them, and a round goes by what is recorded, so
 that who is to sleep does not change under it. Grants follow from observation alone: nothing here is remembered.
@@ -16,6 +17,7 @@ from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.plan.demand import held_devices, progress_row
 from rlfleet.plan.elastic import plan_elastic, unmoved
+from rlfleet.plan.quarantine import plan_quarantine, to_close
 from rlfleet.plan.rounds import has_weights
 
 if TYPE_CHECKING:
@@ -57,14 +59,21 @@ async def step(ctx: Context, ledger: Ledger, view: PipelineView, preempted: Pree
     cache_ready = has_weights(view.sender.status)
     engines = fleet.engines
     plan = plan_elastic(list(engines.values()), pipeline=ledger.uid, cache_ready=cache_ready)
-    open_ones = {n: e for n, e in engines.items() if not e.gone and unmoved(e)}
+    shut = plan_quarantine(engines.values(), pipeline=ledger.uid)
+    open_ones = {n: e for n, e in engines.items() if not e.gone and (unmoved(e) or to_close(e))}
     ctx.elastic.keep_only(ledger.uid, {e.pod_uid for e in open_ones.values()})
-    names, again = ctx.elastic.due([engines[n] for n in (*plan.shrink, *plan.wake)], now)
+    out, later = ctx.elastic.due([engines[n] for n in shut], now)
+    names, again = ctx.elastic.due([engines[n] for n in (*plan.shrink, *plan.wake) if n not in shut], now)
+    again = min((s for s in (again, later) if s is not None), default=None)
     problems = {n: p for n, e in open_ones.items() if (p := ctx.elastic.problem(e.pod_uid)) is not None}
     view.unmoved = trouble_of(problems) or plan.trouble
+    work = ElasticWork(ctx, ledger, view, fleet, cache_ready=cache_ready)
+    if out:
+        what = f"{', '.join(out[:4])} closed: a person keeps them out of service"
+        await work.shut(out, working=(Reason.QUARANTINE_REQUESTED, what), preempted=preempted)
+        return Step(acted=True)
     if not names or plan.waits is None:
         return Step(working=plan.waits, again=again)
-    work = ElasticWork(ctx, ledger, view, fleet, cache_ready=cache_ready)
     if plan.shrink:
         await work.sleep(names, working=plan.waits, preempted=preempted)
     else:

@@ -1,4 +1,5 @@
-"""One claim under which engines are put to sleep, or woken: kinds Offload and Wake of ``activeOperation``.
+"""One claim under which engines are put to sleep, woken, or shut: kinds Offload, Wake and Quarantine of
+``activeOperation``.
 
 Invariants (DESIGN sections 5 and 7):
 - every order rests on what gates answered under our own generation, and a Refresh that could run goes first until the
@@ -28,7 +29,9 @@ from rlfleet.control.rounds.outcome import StatusOf
 from rlfleet.control.rounds.results import Ended, ok, why
 from rlfleet.control.slot import take_slot
 from rlfleet.plan.asleep import is_offloaded, is_touched
+from rlfleet.plan.drops import is_closed
 from rlfleet.plan.elastic import busy, ceiling, lies_on, plan_elastic
+from rlfleet.plan.quarantine import plan_quarantine
 
 if TYPE_CHECKING:
     from rlfleet.control.context import Context
@@ -59,6 +62,7 @@ class ElasticWork:
         self._problems: dict[str, Problem] = {}
         self._caller: Caller | None = None
         self._deadline = 0.0
+        self._failed = Reason.OFFLOAD_FAILED
 
     async def sleep(self, names: Iterable[str], *, working: Problem, preempted: Preempted) -> None:
         """Close, empty, pause and release these engines."""
@@ -91,6 +95,25 @@ class ElasticWork:
                     self._ctx.elastic.done(engine.pod_uid)
         await self._free(OperationKind.WAKE, waits)
 
+    async def shut(self, names: Iterable[str], *, working: Problem, preempted: Preempted) -> None:
+        """Close, empty and pause these engines, which a person keeps out of service."""
+        self._failed = Reason.QUARANTINE_FAILED
+        names = await self._claim(OperationKind.QUARANTINE, names, working)
+        names = await self._shut(names)
+        await self._drain(names, preempted)
+        waits = await preempted()
+        if waits is None:
+            names = await self._empty(names)
+            names = await self._pause(names, "Pause", wire.PauseOrder(budget_seconds=self._left()))
+            await self._fleet.poll(names)
+            for name in names:
+                engine = self._fleet.engines.get(name)
+                if engine is not None and not is_closed(engine):
+                    self._note(name, self._failed, "Pause", None)
+                elif engine is not None:
+                    self._ctx.elastic.done(engine.pod_uid)
+        await self._free(OperationKind.QUARANTINE, waits)
+
     # ------------------------------------------------------------------------------------------ inside
 
     def _left(self) -> float:
@@ -114,7 +137,10 @@ class ElasticWork:
             extra=self._status(trouble=None, working=working),
         )
         self._deadline = self._budget()
-        now = plan_elastic(list(self._fleet.engines.values()), pipeline=self._ledger.uid, cache_ready=self._cache_ready)
+        engines = list(self._fleet.engines.values())
+        if kind is OperationKind.QUARANTINE:
+            return tuple(n for n in plan_quarantine(engines, pipeline=self._ledger.uid) if n in wanted)
+        now = plan_elastic(engines, pipeline=self._ledger.uid, cache_ready=self._cache_ready)
         moved = now.shrink if kind is OperationKind.OFFLOAD else now.wake
         return tuple(n for n in moved if n in wanted)
 
@@ -134,7 +160,7 @@ class ElasticWork:
         results = await self._order("Close", names, wire.CloseOrder(deadline_seconds=CLOSE_SECONDS))
         for name in names:
             if not ok(results.get(name)):
-                self._note(name, Reason.OFFLOAD_FAILED, "Close", results.get(name))
+                self._note(name, self._failed, "Close", results.get(name))
         return tuple(n for n in names if n not in self._problems)
 
     async def _drain(self, names: tuple[str, ...], preempted: Preempted) -> None:
@@ -166,7 +192,7 @@ class ElasticWork:
         for name in left:
             status = self._fleet.engines[name].status
             if status is None or not busy(self._fleet.engines[name]):
-                self._note(name, Reason.OFFLOAD_FAILED, "Abort", results.get(name))
+                self._note(name, self._failed, "Abort", results.get(name))
                 continue
             requests = f"{status.engine.running} running, {status.engine.waiting} waiting"
             self._problems[name] = Reason.ENGINES_BUSY, f"requests did not end in {IDLE_SECONDS:g} s: {requests}"
@@ -177,7 +203,7 @@ class ElasticWork:
         results = await self._order(step, names, order)
         for name in names:
             if not ok(results.get(name)):
-                self._note(name, Reason.OFFLOAD_FAILED, step, results.get(name))
+                self._note(name, self._failed, step, results.get(name))
         return tuple(n for n in names if n not in self._problems)
 
     async def _release(self, names: tuple[str, ...]) -> None:
@@ -219,7 +245,7 @@ class ElasticWork:
 
 
 def trouble_of(problems: Mapping[str, Problem]) -> Problem | None:
-    """What Degraded says of engines that would not sleep or wake; None: there are none."""
+    """What Degraded says of engines that would not sleep, wake or close; None: there are none."""
     if not problems:
         return None
     name, (reason, message) = min(problems.items())

@@ -335,8 +335,8 @@ class Executor:
         return True
 
     def _takes_part(self, m: Member) -> bool:
-        engine = self.fleet.engines.get(m.engine)
-        return engine is not None and engine.pod_uid == m.pod_uid and not engine.unwanted and not engine.resting
+        e = self.fleet.engines.get(m.engine)
+        return e is not None and e.pod_uid == m.pod_uid and not (e.unwanted or e.resting or e.quarantined)
 
     def load_deadline(self) -> float:
         """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""

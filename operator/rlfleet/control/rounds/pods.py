@@ -13,6 +13,7 @@ from typing import Any
 from rlfleet.api import labels, naming, wire
 from rlfleet.control.peers import Peer
 from rlfleet.plan.pods import CHECKPOINT_DIR_ENV, TLS_DIR_ENV
+from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import assigned_evidence
 
@@ -107,6 +108,7 @@ def engine_of(pod: Mapping[str, Any]) -> Engine:
         assigned=assigned_evidence(assigned) if assigned else None,
         index=_index(pod),
         checkpoint_mount=checkpoint_mount(pod),
+        quarantined=quarantine_of(pod) is not None,
     )
 
 

@@ -26,6 +26,8 @@ from rlfleet.plan.transport import Cut, Refusal
 if TYPE_CHECKING:
     from rlfleet.control.rounds.closing import Closing
     from rlfleet.control.rounds.executor import Executor
+    from rlfleet.control.rounds.fleet import Fleet
+    from rlfleet.control.rounds.sender_link import SenderLink
 
 log = logging.getLogger(__name__)
 
@@ -134,20 +136,26 @@ def cut_of(spec: Mapping[str, Any], slot: wire.SenderCache | None) -> Cut:
 
 def frozen(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
     """The members of this round from the fleet as last observed, or why it can not run."""
-    assert run.sender.status is not None
-    spec = run.ledger.spec
+    return freeze_now(run.ledger.spec, run.fleet, run.sender, slot)
+
+
+def freeze_now(
+    spec: Mapping[str, Any], fleet: Fleet, sender: SenderLink, slot: wire.SenderCache
+) -> RoundPlan | Refusal:
+    """Members of a round that brings ``slot`` to the pipeline of this ``spec``; a dry run asks here, too."""
+    assert sender.status is not None
     return freeze(
-        list(run.fleet.engines.values()),
+        list(fleet.engines.values()),
         mode=mode_of(spec),
         assert_mixed=bool(spec["transport"].get("assertMixed")),
         backend=spec["transport"]["backend"],
-        train=run.sender.train.devices,
-        sender=run.sender.status,
+        train=sender.train.devices,
+        sender=sender.status,
         total_bytes=slot.total_bytes,
         verify=spec["sync"]["verify"],
         max_unavailable=spec["sync"]["maxUnavailable"],
         quiesce=wanted_mode(spec["sync"]),
-        disputes=[run.sender.train.conflict] if run.sender.train.conflict else (),
+        disputes=[sender.train.conflict] if sender.train.conflict else (),
         cut=cut_of(spec, slot),
         path=checkpoint_path(spec, slot.version),
     )

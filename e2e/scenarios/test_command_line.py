@@ -1,0 +1,109 @@
+"""The command line against a live fleet: what a person sees, steers and is told, by exit codes and words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from e2e.cluster.local import LocalCluster
+from e2e.scenarios.kit import ROOT, Fleet, wait_until
+from e2e.scenarios.test_rounds import serialized_fleet
+
+pytestmark = pytest.mark.cluster
+
+
+class Shell:
+    """``rlfleet`` in a terminal without colour, in the fleet's namespace."""
+
+    def __init__(self, fleet: Fleet, **env: str) -> None:
+        self._fleet = fleet
+        self._env = env
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        """Run a command that ends with ``code``; what it said (standard output, or error where it failed)."""
+        done = subprocess.run(
+            [sys.executable, "-m", "rlfleet.app.cli", *words, "-n", self._fleet.namespace],
+            env={
+                **{k: v for k, v in os.environ.items() if k != "COLUMNS"},
+                "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}",
+                "KUBECONFIG": str(self._fleet.cluster.kubeconfig),
+                **self._env,
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    def document(self, *words: str) -> Any:
+        """A command's JSON."""
+        return json.loads(self(*words, "-o", "json"))
+
+
+def engines(shell: Shell) -> dict[str, Any]:
+    """Engines by name, as status shows them."""
+    found = shell.document("status")["pipelines"][0]["pools"]
+    return {e["name"]: e for pool in found for e in pool["engines"]}
+
+
+def states(shell: Shell) -> list[str]:
+    """Their states, by name."""
+    return [e["state"] for _, e in sorted(engines(shell).items())]
+
+
+def test_seeing_steering_and_being_told(fleet: Fleet, cluster: LocalCluster) -> None:
+    shell = Shell(fleet)
+    pods = [p["metadata"]["name"] for p in serialized_fleet(fleet, 2)]
+    wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be shown active")
+    fleet.publish(1)
+    said = shell("sync", "p")
+    assert said.startswith("v1 is served: round p-v1-")
+    assert shell("sync", "p", "--version", "1") == "v1 is committed already: nothing was asked for\n"
+    assert "VersionGoesBackwards" not in shell("sync", "p", "--version", "0", code=1)
+    name = shell.document("rounds", "p", "--limit", "1")["rounds"][0]["name"]
+    page = shell("round", "show", name)
+    assert all(p in page for p in pods)
+    assert "Succeeded" in page
+    assert "has ended (Succeeded): there is nothing to cancel" in shell("cancel", name, code=1)
+    assert all(p in shell("topology") for p in pods)
+
+    # Out of service by a person: closed and member of no round, until it is released.
+    shell("quarantine", pods[0], "--reason", "its GPU is suspect")
+    wait_until(lambda: fleet.paused(fleet.pod(pods[0])), "the quarantined engine to be paused")
+    wait_until(lambda: states(shell) == ["Quarantined", "Active"], "the quarantine to be shown")
+    assert "QuarantineRequested: its GPU is suspect" in shell("status")
+    fleet.publish(2)
+    assert "v2 is served" in shell("sync", "p")
+    round_ = shell.document("rounds", "p", "--limit", "1")["rounds"][0]
+    assert [m["engine"] for m in shell.document("round", "show", round_["name"])["members"]] == [pods[1]]
+    assert fleet.paused(fleet.pod(pods[0]))
+    assert fleet.label(fleet.pod(pods[0])) == "1"
+    assert "released; it opens once it holds" in shell("release", pods[0])
+    fleet.serving(fleet.pod(pods[0]), 2)
+    wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be active again")
+    assert "was not quarantined" in shell("release", pods[0])
+
+    shell("drain", "e", "--to", "1")
+    assert fleet.get("enginepool", "e")["spec"]["active"] == 1
+    assert "would put nobody to sleep" in shell("drain", "e", "--to", "2", code=2)
+    shell("wake", "e")
+    assert "active" not in fleet.get("enginepool", "e")["spec"]
+
+
+def test_errors_name_the_object_and_the_remedy(cluster: LocalCluster, namespace: str) -> None:
+    shell = Shell(Fleet(cluster, namespace))
+    assert "No RLPipeline here" in shell("status")
+    assert 'rlpipelines.rlfleet.dev "nope" not found' in shell("status", "nope", code=3)
+    assert 'enginepools.rlfleet.dev "nope" not found' in shell("drain", "nope", code=3)
+    assert "there is no pod 'nope'" in shell("quarantine", "nope", code=3)
+    assert "there is no RLPipeline 'nope'" in shell("sync", "nope", "--version", "1", code=3)
+    nobody = {"KUBERNETES_SERVICE_HOST": "", "KUBECONFIG": "/nonexistent"}
+    assert "--kubeconfig or KUBECONFIG" in Shell(Fleet(cluster, namespace), **nobody)("status", code=5)

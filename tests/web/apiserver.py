@@ -1,0 +1,49 @@
+"""An apiserver that answers reads with recorded objects, and judges tokens: who they are, and what they may read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests.cli.fleets import Objects
+
+#: Tokens -> the namespaces that they may read; None: all of them, cluster-wide too.
+TOKENS: dict[str, set[str] | None] = {"all": None, "one": {"t-8dbb0a5ba5"}, "none": set()}
+
+
+class Apiserver:
+    """Serves ``objects``, which may be exchanged. ``seen``: (path, Authorization) of every request."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.seen: list[tuple[str, str]] = []
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._get)
+        self.server = TestServer(app)
+
+    async def _get(self, request: web.Request) -> web.Response:
+        who = request.headers.get("Authorization", "")
+        self.seen.append((request.path, who))
+        token = who.removeprefix("Bearer ")
+        if token not in TOKENS:
+            return web.json_response({"kind": "Status", "message": "Unauthorized"}, status=401)
+        parts = request.path.strip("/").split("/")
+        namespace = parts[parts.index("namespaces") + 1] if "namespaces" in parts else None
+        allowed = TOKENS[token]
+        if allowed is not None and namespace not in allowed:
+            message = f'{parts[-1]} is forbidden: User "x" cannot list resource in namespace "{namespace}"'
+            return web.json_response({"kind": "Status", "message": message}, status=403)
+        if parts[-2] == "rlpipelines":
+            return self._one(parts[-1])
+        items: list[Any] = self.objects.get(parts[-1], [])
+        first, size = int(request.query.get("continue") or 0), int(request.query.get("limit") or 500)
+        more = {"continue": str(first + size)} if first + size < len(items) else {}
+        return web.json_response({"metadata": more, "items": items[first : first + size]})
+
+    def _one(self, name: str) -> web.Response:
+        found = next((p for p in self.objects["rlpipelines"] if p["metadata"]["name"] == name), None)
+        if found is None:
+            return web.json_response({"message": f'rlpipelines.rlfleet.dev "{name}" not found'}, status=404)
+        return web.json_response(found)

@@ -1,0 +1,48 @@
+"""The web server in front of recorded objects, and a browser."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlfleet.control.explaining import Wanted
+from rlfleet.kube.config import Credentials
+from rlfleet.web.server import Standby, WebServer
+from tests.cli.fleets import recorded
+from tests.web.apiserver import Apiserver
+from tests.web.browser import Browser
+
+
+@pytest.fixture
+async def apiserver() -> AsyncIterator[Apiserver]:
+    """Answers with the failed fleet, unless the test exchanges it."""
+    one = Apiserver(recorded("failed"))
+    await one.server.start_server()
+    yield one
+    await one.server.close()
+
+
+@pytest.fixture
+async def page(apiserver: Apiserver) -> AsyncIterator[WebServer]:
+    """The web server of a standby: it can show, and not ask gates."""
+
+    async def where() -> Credentials:
+        return Credentials(str(apiserver.server.make_url("")).rstrip("/"))
+
+    async def report(namespace: str, name: str, wanted: Wanted | None) -> dict[str, Any]:
+        raise Standby("this replica is a standby")
+
+    server = WebServer("127.0.0.1", 0, where=where, report=report)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
+    """A browser with an empty page."""
+    async with Browser(tmp_path / "profile") as one:
+        yield one

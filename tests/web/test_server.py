@@ -1,0 +1,123 @@
+"""What the web page's server answers to whom: with the viewer's own token, read-only, and with a strict policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlfleet.web.server import WebServer
+from tests.cli.fleets import large
+from tests.web.apiserver import Apiserver
+
+
+async def get(
+    page: WebServer, path: str, token: str | None = "all", method: str = "GET"
+) -> tuple[int, Any, dict[str, str]]:
+    headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"http://127.0.0.1:{page.port}{path}", headers=headers) as response,
+    ):
+        json = response.content_type == "application/json"
+        return response.status, await (response.json() if json else response.text()), dict(response.headers)
+
+
+async def test_the_tree_and_rounds_are_read_with_the_viewers_token_alone(page: WebServer, apiserver: Apiserver) -> None:
+    status, body, _ = await get(page, "/api/fleet")
+    assert status == 200
+    assert [p["name"] for p in body["pipelines"]] == ["p"]
+    assert body["pipelines"][0]["lag"] == 1
+    assert body["rounds"][0]["failure"]["reason"] == "StagingDeadline"
+    assert {who for _, who in apiserver.seen} == {"Bearer all"}
+
+
+async def test_a_token_that_reads_one_namespace_sees_that_and_is_told_how(page: WebServer) -> None:
+    status, body, _ = await get(page, "/api/fleet?namespace=t-8dbb0a5ba5", "one")
+    assert (status, len(body["pipelines"])) == (200, 1)
+    status, body, _ = await get(page, "/api/fleet", "one")
+    assert status == 403
+    assert "Name a namespace that this token may read" in body["error"]
+    status, body, _ = await get(page, "/api/fleet?namespace=other", "one")
+    assert status == 403
+    assert "pipelines" not in body
+
+
+@pytest.mark.parametrize("token", [None, "", "forged", "all extra", "x" * 4000])
+async def test_without_a_token_that_the_apiserver_takes_nothing_is_shown(page: WebServer, token: str | None) -> None:
+    for path in ("/api/fleet", "/api/look?namespace=t-8dbb0a5ba5&pipeline=p&version=1"):
+        status, body, headers = await get(page, path, token)
+        assert (status, list(body)) == (401, ["error"])
+        assert headers["WWW-Authenticate"] == "Bearer"
+
+
+async def test_a_dry_run_needs_the_right_to_read_what_it_tells(page: WebServer, apiserver: Apiserver) -> None:
+    path = "/api/look?namespace=t-8dbb0a5ba5&pipeline=p&version=1"
+    assert (await get(page, path, "none"))[0] == 403
+    status, body, _ = await get(page, path, "one")
+    assert status == 503  # it got as far as the operator, which is a standby here
+    assert "standby" in body["error"]
+    home = "/apis/rlfleet.dev/v1alpha1/namespaces/t-8dbb0a5ba5"
+    asked = {p for p, who in apiserver.seen if who == "Bearer one"}
+    assert asked == {
+        f"{home}/rlpipelines/p", f"{home}/enginepools", f"{home}/syncrounds", "/api/v1/namespaces/t-8dbb0a5ba5/pods"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "namespace=a/../b&pipeline=p", "namespace=a&pipeline=..%2Fx", "namespace=a", "pipeline=p",
+        "namespace=a&pipeline=p&version=x", "namespace=a&pipeline=p&version=-2",
+        "namespace=a&pipeline=p&version=1&digest=%0a",
+    ],
+)  # fmt: skip
+async def test_parameters_that_are_no_names_or_versions_are_refused_before_anything_is_asked(
+    page: WebServer, apiserver: Apiserver, query: str
+) -> None:
+    assert (await get(page, f"/api/look?{query}"))[0] == 400
+    assert apiserver.seen == []
+
+
+async def test_it_is_read_only_and_everything_carries_the_policy(page: WebServer) -> None:
+    for method in ("POST", "PUT", "PATCH", "DELETE"):
+        for path in ("/", "/api/fleet", "/api/look"):
+            assert (await get(page, path, method=method))[0] == 405
+    for path in ("/", "/app.js", "/style.css", "/icon.svg", "/api/fleet", "/nowhere"):
+        _, _, headers = await get(page, path, None)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+async def test_static_files_need_no_token_and_hold_no_inline_code(page: WebServer) -> None:
+    status, html, _ = await get(page, "/", None)
+    assert status == 200
+    assert "<script src=" in html
+    assert " style=" not in html
+    assert " on" + "click" not in html
+    assert (await get(page, "/static/../server.py", None))[0] == 404
+
+
+async def test_lists_longer_than_a_page_are_read_whole(page: WebServer, apiserver: Apiserver) -> None:
+    objects = large(200)
+    first = objects["syncrounds"][0]
+    objects["syncrounds"] += [
+        {**first, "metadata": {**first["metadata"], "name": f"r-{i}", "creationTimestamp": "2026-12-01T00:00:00Z"}}
+        for i in range(600)
+    ]
+    apiserver.objects = objects
+    _, body, _ = await get(page, "/api/fleet")
+    assert len(body["rounds"]) == 60
+    assert body["rounds"][0]["name"].startswith("r-")
+    assert body["pipelines"][0]["pools"][0]["unlisted"] == 199
+
+
+async def test_an_apiserver_that_is_away_is_said(page: WebServer, apiserver: Apiserver) -> None:
+    await apiserver.server.close()
+    status, body, _ = await get(page, "/api/fleet")
+    assert status == 502
+    assert "the apiserver does not answer" in body["error"]
