@@ -93,6 +93,7 @@ class Operator:
         self.folder = folder
         self.env = env
         self.port = free_port()
+        self.web = free_port()
         self.process: Process | None = None
         self.log = folder / "operator.log"
 
@@ -104,6 +105,7 @@ class Operator:
             "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}",
             "RLFLEET_KUBECONFIG": str(self.cluster.operator_kubeconfig),
             "RLFLEET_HEALTH_BIND": f"127.0.0.1:{self.port}",
+            "RLFLEET_WEB_BIND": f"127.0.0.1:{self.web}",
             "RLFLEET_POLL_SECONDS": "1",
             # These tests kill operators and start them again, one at a time or two at once on purpose; with an election
             # each start would wait for the dead one's Lease. Tests of leadership turn it on.

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from typing import Any
 
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import ROOT, Fleet, wait_until
+from e2e.scenarios.kit import ROOT, Fleet, Operator, http, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 
 pytestmark = pytest.mark.cluster
@@ -43,9 +44,9 @@ class Shell:
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout if code == 0 else done.stdout + done.stderr
 
-    def document(self, *words: str) -> Any:
+    def document(self, *words: str, code: int = 0) -> Any:
         """A command's JSON."""
-        return json.loads(self(*words, "-o", "json"))
+        return json.loads(self(*words, "-o", "json", code=code))
 
 
 def engines(shell: Shell) -> dict[str, Any]:
@@ -59,11 +60,59 @@ def states(shell: Shell) -> list[str]:
     return [e["state"] for _, e in sorted(engines(shell).items())]
 
 
-def test_seeing_steering_and_being_told(fleet: Fleet, cluster: LocalCluster) -> None:
+def viewer(fleet: Fleet, name: str, *rules: dict[str, Any]) -> str:
+    """A token of a service account that may do what the rules say in the fleet's namespace."""
+    meta = {"name": name, "namespace": fleet.namespace}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": fleet.namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    fleet.cluster.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": meta, "rules": list(rules)},
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": meta,
+            "roleRef": role, "subjects": [subject],
+        },
+    )  # fmt: skip
+    return fleet.cluster.kubectl("create", "token", name, "-n", fleet.namespace).strip()
+
+
+OURS = {"apiGroups": ["rlfleet.dev"], "resources": ["*"], "verbs": ["get", "list"]}
+PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}
+
+
+def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator) -> None:
     shell = Shell(fleet)
     pods = [p["metadata"]["name"] for p in serialized_fleet(fleet, 2)]
     wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be shown active")
     fleet.publish(1)
+
+    # What a sync would do, by the operator's own planner, for whoever may read what it tells.
+    page = f"http://127.0.0.1:{operator.web}"
+    allowed = ("--operator", page, "--token", viewer(fleet, "viewer", OURS, PODS))
+    would = shell.document("explain", "p", *allowed)
+    assert (would["would"], would["reason"]) == ("WouldRun", "Planned")
+    assert {(e["engine"], e["joins"], e["transport"]) for e in would["engines"]} == {
+        (p, True, "Serialized") for p in pods
+    }
+    assert "AlreadyCommitted as Succeeded" in shell("explain", "p", "--version", "-1", *allowed)
+    assert "SenderNotReady" in shell("explain", "p", "--version", "7", *allowed, code=1)
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+    healthy = shell.document("doctor", "--operator-namespace", fleet.namespace, *allowed, code=1)
+    assert [c["what"] for c in healthy["checks"] if c["level"] == "Failed"] == ["operator"]  # none was elected here
+    assert any(c["what"] == f"sender of {fleet.namespace}/p" and c["level"] == "Ok" for c in healthy["checks"])
+    blind = viewer(fleet, "blind", OURS)
+    assert "pods is forbidden" in shell("explain", "p", "--operator", page, "--token", blind, code=4)
+    assert "does not accept this token" in shell("explain", "p", "--operator", page, "--token", "forged", code=4)
+    assert "logs in without one (by certificate)" in shell("explain", "p", "--operator", page, code=4)
+    code, tree = http("GET", f"{page}/api/fleet?namespace={fleet.namespace}")
+    assert code == 401
+    request = urllib.request.Request(
+        f"{page}/api/fleet?namespace={fleet.namespace}", headers={"Authorization": f"Bearer {blind}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        tree = json.load(answer)
+    assert [e["name"] for e in tree["pipelines"][0]["pools"][0]["engines"]] == pods
+
     said = shell("sync", "p")
     assert said.startswith("v1 is served: round p-v1-")
     assert shell("sync", "p", "--version", "1") == "v1 is committed already: nothing was asked for\n"

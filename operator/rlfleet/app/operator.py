@@ -241,7 +241,9 @@ class Operator:
         try:
             await self._web.start()
         except OSError as e:
-            raise kopf.PermanentError(f"can not serve the web page (--web-bind): {e}") from e
+            # Nothing but eyes depends on it.
+            log.warning("going on without the web page, which can not be served (--web-bind): %s", e)
+            return
         log.info("serving the web page on port %d", self._web.port)
 
     async def _dry_run(self, namespace: str, pipeline: str, wanted: Wanted | None) -> dict[str, Any]:

@@ -69,10 +69,10 @@ class Settings:
         "127.0.0.1:9460", "RLFLEET_HEALTH_BIND", "address:port of /healthz, /readyz and /metrics; port 0: any free one"
     )
     web_bind: str = _setting(
-        "",
+        "127.0.0.1:9470",
         "RLFLEET_WEB_BIND",
-        "address:port of the web page (each viewer brings a token), for instance 127.0.0.1:9470 with kubectl "
-        "port-forward; empty: none",
+        "address:port of the web page and of dry runs, for kubectl port-forward; each viewer brings a token; empty: "
+        "neither",
     )
     loop_stall_seconds: float = _setting(
         20.0, "RLFLEET_LOOP_STALL_SECONDS", "/healthz fails when the main loop did not move for so long", minimum=0.1

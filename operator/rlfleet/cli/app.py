@@ -13,18 +13,20 @@ from typing import Any
 
 import typer
 
-from rlfleet.cli import act, see
+from rlfleet.cli import act, asking, doctor, see
 from rlfleet.cli.failures import CliError, Exit
 
 HELP = "Keeps RL inference fleets on the right weights: see and steer pipelines, pools and rounds."
-SEE, STEER = "See", "Steer"
-PANELS = (SEE, STEER)
+SEE, STEER, FIND = "See", "Steer", "Find out what is wrong"
+PANELS = (SEE, FIND, STEER)
 EPILOG = "In pods: rlfleet operator, rlfleet gate. Also: rlfleet crds, rlfleet version."
 #: Command -> (heading, function).
 COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "status": (SEE, see.status),
     "rounds": (SEE, see.rounds),
     "topology": (SEE, see.topology),
+    "explain": (FIND, asking.explain),
+    "doctor": (FIND, doctor.doctor),
     "sync": (STEER, act.sync),
     "cancel": (STEER, act.cancel),
     "quarantine": (STEER, act.quarantine),

@@ -35,7 +35,8 @@ def _word(text: str) -> Text:
     return Text(text, style=STYLES.get(text, ""))
 
 
-def _table(*headers: str, right: Sequence[str] = (), keep: Sequence[str] = ()) -> Table:
+def columns(*headers: str, right: Sequence[str] = (), keep: Sequence[str] = ()) -> Table:
+    """A table without lines. ``right``: columns of numbers; ``keep``: columns that never wrap."""
     found = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for h in headers:
         found.add_column(h, justify="right" if h in right else "left", no_wrap=h in keep, overflow="fold")
@@ -106,7 +107,9 @@ def _style(row: Mapping[str, str]) -> str:
 
 def _engines(p: Pipeline, *, wide: bool, ascii_only: bool) -> Table:
     more = ("NODE", "POD UID") if wide else ()
-    table = _table("POOL / ENGINE", "STATE", "VERSION", "FENCE", "ROUTED", "TRANSPORT", "GPU", *more, keep=("VERSION",))
+    table = columns(
+        "POOL / ENGINE", "STATE", "VERSION", "FENCE", "ROUTED", "TRANSPORT", "GPU", *more, keep=("VERSION",)
+    )
     tee, last = ("|- ", "`- ") if ascii_only else ("├─ ", "└─ ")
     for pool in p.pools:
         table.add_row(Text(f"{pool.name} ({_awake(pool)})", style="bold"), *_pool_cells(pool), *("" for _ in more))
@@ -165,7 +168,7 @@ def rounds_table(found: Sequence[Round], now_ms: int, *, wide: bool, namespaces:
     if not found:
         return Text("No SyncRound here. A trainer makes them (client.sync), or: rlfleet sync PIPELINE")
     more = ("KIND", "STARTED", "BYTES") if wide else ()
-    table = _table("ROUND", "OUTCOME", "ENG", "TOTAL", "PAUSED", "PHASES", "AGE", *more, right=("ENG", "TOTAL"))
+    table = columns("ROUND", "OUTCOME", "ENG", "TOTAL", "PAUSED", "PHASES", "AGE", *more, right=("ENG", "TOTAL"))
     table.columns[5].no_wrap = True
     width = 40 if wide else 16
     parts: list[RenderableType] = [table]
@@ -206,7 +209,7 @@ def round_page(r: Round, rows: Sequence[Member], attempts: Sequence[Mapping[str,
     """Everything about one round."""
     head = Text(f"{r.namespace}/{r.name}", style="bold")
     head.append("  ").append(_word(r.outcome or r.phase))
-    facts = _table("", "")
+    facts = columns("", "")
     facts.show_header = False
     taken = "yes" if r.committed else "no"
     for label, value in (
@@ -224,7 +227,7 @@ def round_page(r: Round, rows: Sequence[Member], attempts: Sequence[Mapping[str,
         facts.add_row(Text("now", style="dim"), r.waits)
     parts: list[RenderableType] = [head, facts]
     if r.parts:
-        phases = _table("PHASE", "TIME", "", right=("TIME",))
+        phases = columns("PHASE", "TIME", "", right=("TIME",))
         longest = max(r.parts.values()) or 1
         for part, letter in PARTS:
             if part in r.parts:
@@ -234,12 +237,12 @@ def round_page(r: Round, rows: Sequence[Member], attempts: Sequence[Mapping[str,
     if r.failure is not None:
         parts += [Text(), *_failure(r, r.failure)]
     if rows:
-        table = _table("ENGINE", "TRANSPORT", "RANKS", "RESULT", "REASON")
+        table = columns("ENGINE", "TRANSPORT", "RANKS", "RESULT", "REASON")
         for m in rows:
             table.add_row(m.engine, m.transport or "-", m.ranks or "-", _word(m.result or "-"), m.reason or "")
         parts += [Text(), table]
     if attempts:
-        table = _table("TRY", "RESULT", "GENERATION", "REASON", "AT")
+        table = columns("TRY", "RESULT", "GENERATION", "REASON", "AT")
         for a in attempts:
             why = str(a.get("reason") or "")
             table.add_row(str(a.get("op")), str(a.get("result")), str(a.get("generation")), why, str(a.get("at")))
@@ -266,7 +269,7 @@ def topology_table(places: Sequence[Place], *, wide: bool) -> RenderableType:
     """Devices by node, and who is on them."""
     if not places:
         return Text("No object names a device here. Devices are known once gates report them, or from the specs.")
-    table = _table("NODE", "DEVICE", "HELD BY")
+    table = columns("NODE", "DEVICE", "HELD BY")
     node = None
     for place in places:
         device = place.device or ("(devices unknown)" if place.holders else "(nobody)")
