@@ -66,6 +66,7 @@ e2e-node: image ## tests on a real node: chart, images, probes, sidecars, volume
 
 generate: $(STAMP) ## write the generated files: CRDs and pages of reference, the chart's README, config/default
 	@$(BIN)/python -m rlfleet.api.crdgen --write
+	@$(BIN)/python -m e2e.observability.dashboards --write
 	@$(BIN)/python -m rlfleet.cli.reference --write
 	@$(BIN)/python -m e2e.chart --write
 
@@ -75,6 +76,7 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m rlfleet.api.crdgen --check
+	@$(BIN)/python -m e2e.observability.dashboards --check
 	@$(BIN)/python -m rlfleet.cli.reference --check
 	@$(BIN)/python -m e2e.chart --check
 

@@ -6,6 +6,8 @@ import base64
 import json
 import os
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.cluster.local import LocalCluster
-from e2e.observability.programs import Missing, ensure
+from e2e.cluster.programs import ensure_programs
+from e2e.observability.collector import Collector
+from e2e.observability.panels import BOARDS, ENGINES
+from e2e.observability.pictures import concrete
 from e2e.observability.prometheus import Prometheus, lint, scraped
-from e2e.scenarios.kit import Fleet, Operator, wait_until
+from e2e.observability.require import require_prometheus
+from e2e.observability.rules import eager
+from e2e.scenarios.kit import ROOT, Fleet, Operator, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
 from rlfleet.api import metrics
 
@@ -24,12 +31,25 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module", autouse=True)
 def programs() -> None:
-    try:
-        ensure()
-    except Missing as e:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(e))
-        pytest.skip(str(e))
+    require_prometheus()
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def operator(
+    cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Operator]:
+    """One that leads by its Lease, as an installed one does, and sends traces."""
+    env = {"RLFLEET_LEADER_ELECT": "true", "RLFLEET_OTLP_ENDPOINT": collector.url}
+    one = Operator(cluster, tmp_path_factory.mktemp("operator"), **env)
+    one.start()
+    yield one
+    one.stop()
 
 
 def targets(operator: Operator, fleet: Fleet) -> dict[str, list[str]]:
@@ -67,7 +87,7 @@ def check(component: metrics.Component, text: str) -> None:
 
 
 def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
-    fleet: Fleet, operator: Operator, cluster: LocalCluster, tmp_path: Path
+    fleet: Fleet, operator: Operator, cluster: LocalCluster, collector: Collector, tmp_path: Path
 ) -> None:
     serialized_fleet(fleet, 2)
     done = fleet.sync(1)
@@ -77,7 +97,7 @@ def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
         for address in where[component.value]:
             check(component, scraped(address))
     of_ours = f'namespace="{fleet.namespace}",pipeline="p"'
-    with Prometheus(tmp_path / "prometheus", where) as prometheus:
+    with Prometheus(tmp_path / "prometheus", where, eager()) as prometheus:
         # What the operator knows at its next looks.
         for expression, value in {
             f"rlfleet_pipeline_committed_version{{{of_ours}}}": 1,
@@ -93,8 +113,19 @@ def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
         timings, status = done["status"]["timings"], done["status"]
         (stage,) = prometheus.query(f'rlfleet_last_round_phase_seconds{{{of_ours},phase="stage"}}')
         assert float(stage["value"][1]) == timings["stageMs"] / 1000
-        # Series go with their object.
+        queries_of_dashboards_work(prometheus, fleet)
+        assert "RlfleetNoLeader" not in prometheus.firing()
         name, uid = done["metadata"]["name"], done["metadata"]["uid"]
+        commands_of_runbooks_work(cluster, fleet, name)
+        # The trainer dies: Prometheus tells.
+        cluster.hollow.crash(fleet.namespace, "trainer", "trainer")
+        ours = {"namespace": fleet.namespace, "pipeline": "p"}
+        wait_until(
+            lambda: any(ours.items() <= a.items() for a in prometheus.firing().get("RlfleetSenderNotReady", ())),
+            "the alert about the sender",
+            60,
+        )
+        # Series go with their object.
         cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--wait=true", "--timeout=60s")
         cluster.kubectl("delete", "epool", "e", "-n", fleet.namespace, "--wait=true", "--timeout=120s")
         cluster.kubectl("delete", "rlp", "p", "-n", fleet.namespace, "--wait=true", "--timeout=120s")
@@ -115,6 +146,11 @@ def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
     ]  # fmt: skip
     assert all(x["pipeline"] == row["pipeline"] and x["generation"] == row["generation"] for x in told)
     secrets_stay_secret(cluster, operator)
+    # One trace: the root is the round, with its parts below.
+    operator.stop()
+    root = next(s for s in collector.spans if s.name == "Refresh Succeeded" and name in str(s.attributes))
+    parts = [s.name for s in collector.spans if s.parent_span_id == root.span_id]
+    assert parts == ["plan", "stage", "quiesce", "transfer", "verify", "publish", "reopen"]
 
 
 def shows(prometheus: Prometheus, expression: str, value: float) -> None:
@@ -124,6 +160,62 @@ def shows(prometheus: Prometheus, expression: str, value: float) -> None:
         return [float(s["value"][1]) for s in prometheus.query(expression)] == [value]
 
     wait_until(look, f"{expression} to be {value}; it is {prometheus.query(expression)}", 60)
+
+
+#: Panels without data in a fleet in which nothing is wrong, no round runs, and no trainer reports progress or samples.
+EMPTY = {
+    "Round that runs",
+    "Rollout progress",
+    "Rounds that succeeded",  # over an hour, of which Prometheus has seen none
+    "Failures by reason",
+    "Staleness of samples",
+    "Operations that did not succeed",
+    "Quarantines by reason",
+}
+
+
+def queries_of_dashboards_work(prometheus: Prometheus, fleet: Fleet) -> None:
+    """Prometheus executes every query of every dashboard, and all have data but those about what did not happen."""
+    variables = {"namespace": fleet.namespace, "pipeline": "p", "pool": "e"}
+
+    def silent() -> set[str]:
+        found = set()
+        for board in BOARDS:
+            for panel in board.panels():
+                # Targets of this Prometheus have no namespace of their own, as pods have with a PodMonitor.
+                own = {"namespace": ".*", "pool": ".*"} if panel.title in OF_PODS else {}
+                for expression, _ in panel.queries:
+                    if not prometheus.query(concrete(expression, {**variables, **own}, "15s")):
+                        found.add(panel.title)
+        return found
+
+    wait_until(lambda: silent() <= EMPTY, f"data in every panel; empty: {sorted(silent() - EMPTY)}", 60, every=1.0)
+
+
+#: Panels of gates and senders.
+OF_PODS = {p.title for title, panels in ENGINES.rows if title in ("Gates", "Senders") for p in panels}
+
+
+def commands_of_runbooks_work(cluster: LocalCluster, fleet: Fleet, name: str) -> None:
+    """Every command that a runbook tells to type, with the names that it leaves open."""
+    names = {"NAMESPACE": fleet.namespace, "PIPELINE": "p", "POOL": "e", "ROUND": name}
+    names |= {"OPERATOR_NAMESPACE": "rlfleet-system", "KUBECONFIG": str(cluster.kubeconfig)}
+    commands: set[str] = set()
+    for page in sorted((ROOT / "docs/runbooks").glob("*.md")):
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            commands.update(block.splitlines())
+    assert len(commands) > 20
+    script = "set -eu\n" + "\n".join(sorted(commands))
+    path = f"{ensure_programs(['kubectl'])['kubectl'].parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-xc", script],
+        env={**os.environ, **names, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def secrets_stay_secret(cluster: LocalCluster, operator: Operator) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from e2e.cluster.local import LocalCluster
 from rlfleet.kube.client import KubeClient
-from rlfleet.kube.events import EventRecorder
+from rlfleet.kube.events import SIMILAR, EventRecorder
 from rlfleet.kube.resources import EVENTS
 from tests.kube.proxy import Mode, Proxy
 
@@ -89,3 +90,76 @@ async def test_repeats_are_said_again_after_a_while_and_the_allowance_refills() 
     await asyncio.sleep(60)
     recorder.record(subject("ns"), "Normal", "PodCreated", "one")
     assert recorder.pending == 3
+
+
+@pytest.mark.cluster
+async def test_what_repeats_is_counted_in_its_event(kube: KubeClient, namespace: str) -> None:
+    recorder = EventRecorder(kube, instance="me", repeat_seconds=0.0)
+    for _ in range(3):
+        recorder.record(subject(namespace), "Warning", "PodFailed", "a-0 failed")
+        await recorder.flush(10)
+    (event,) = await written(kube, namespace)
+    assert event["series"]["count"] == 3
+    # Events expire: then it is said anew.
+    name, uid = event["metadata"]["name"], event["metadata"]["uid"]
+    await kube.delete(EVENTS, namespace, name, uid=uid, timeout=10)
+    recorder.record(subject(namespace), "Warning", "PodFailed", "a-0 failed")
+    await recorder.flush(10)
+    (again,) = await written(kube, namespace)
+    assert (again["note"], again.get("series")) == ("a-0 failed", None)
+
+
+@pytest.mark.looptime
+async def test_many_notes_of_one_reason_become_one() -> None:
+    async def nowhere() -> Any:
+        raise AssertionError("nothing is sent here")
+
+    recorder = EventRecorder(KubeClient(nowhere), instance="me", burst=1000)
+    for i in range(500):
+        recorder.record(subject("ns"), "Warning", "PodFailed", f"engine {i} failed")
+    assert recorder.pending == SIMILAR + 1
+    recorder.record(subject("ns"), "Warning", "PodFailed", "engine 3 failed")
+    recorder.record(subject("ns"), "Warning", "PodLost", "engine 3 is lost")
+    recorder.record(subject("ns", "b"), "Warning", "PodFailed", "engine 3 failed")
+    assert recorder.pending == SIMILAR + 3
+    await asyncio.sleep(601)
+    recorder.record(subject("ns"), "Warning", "PodFailed", "engine 501 failed")
+    assert recorder.pending == SIMILAR + 4
+
+
+async def test_a_reason_that_is_in_no_list_is_refused() -> None:
+    async def nowhere() -> Any:
+        raise AssertionError("nothing is sent here")
+
+    with pytest.raises(ValueError, match="SomethingElse"):
+        EventRecorder(KubeClient(nowhere), instance="me").record(subject("ns"), "Normal", "SomethingElse", "x")
+
+
+@pytest.mark.cluster
+async def test_a_namespace_that_goes_is_told_nothing_for_a_while(
+    cluster: LocalCluster, kube: KubeClient, namespace: str
+) -> None:
+    going = f"{namespace}-going"
+    cluster.kubectl("create", "namespace", going)
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "holds", "namespace": going, "finalizers": ["test.rlfleet.dev/holds"]},
+        }
+    )
+    try:
+        cluster.kubectl("delete", "namespace", going, "--wait=false")
+        recorder = EventRecorder(kube, instance="me")
+        task = asyncio.create_task(recorder.run())
+        recorder.record(subject(going), "Normal", "PodCreated", "refused")
+        async with asyncio.timeout(20):
+            while not recorder.dropped:
+                await asyncio.sleep(0.02)
+        recorder.record(subject(going), "Normal", "PodCreated", "not even tried")
+        assert (recorder.pending, recorder.dropped) == (0, 2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        patch = '{"metadata":{"finalizers":null}}'
+        cluster.kubectl("patch", "configmap", "holds", "-n", going, "--type=merge", "-p", patch)

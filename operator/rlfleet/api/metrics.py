@@ -75,7 +75,7 @@ REASON = _closed("reason", "[reasons](conditions.md#reasons)", Reason)
 OBJECT_KIND = _closed("kind", "kinds of objects with our finalizer", ("RLPipeline", "EnginePool", "SyncRound"))
 QUEUE_KIND = _closed("kind", "what is reconciled", ("Pipeline", "Pool", "Deletion"))
 RESOURCE = Label("resource", "the resources that the operator works with")
-VERB = _closed("verb", "calls of the client", ("get", "list", "watch", "create", "update", "patch", "delete"))
+VERB = _closed("verb", "calls of the client", ("get", "list", "watch", "create", "apply", "update", "patch", "delete"))
 
 _ROUND_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _CALL_SECONDS = (0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)

@@ -1,18 +1,45 @@
-"""Logging of the operator process: one JSON object per line, or text for people."""
+"""Logging of the operator process: one JSON object per line, or text for people; both keyed alike.
+
+Invariant: every line of a reconcile carries its keys (control.logkeys: pipeline or pool, round, roundUID, generation),
+and nothing that looks like a token or a private key leaves the process, whatever a message or an exception contains.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import traceback
 from datetime import UTC, datetime
+from typing import Any
+
+from rlfleet.control import logkeys
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: JSON web tokens, other bearer tokens, and private keys in PEM.
+_SECRET = re.compile(
+    r"eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]{5,}"
+    r"|(?<=[Bb]earer )[\w.~+/-]{8,}=*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+    re.DOTALL,
+)
+_HIDDEN = "[redacted]"
+
+
+def redacted(text: str) -> str:
+    """The text without what looks like a secret."""
+    return _SECRET.sub(_HIDDEN, text)
+
+
+def keys_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The keys of the running reconcile and what ``extra`` adds, which wins."""
+    own = {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")}
+    return {**logkeys.current(), **own}
 
 
 class JsonFormatter(logging.Formatter):
-    """``{"time", "level", "logger", "message", ...}`` with whatever ``extra`` a call carries."""
+    """``{"time", "level", "logger", "message", ...}`` with the keys of the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -21,20 +48,38 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **keys_of(record),
         }
-        data |= {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")}
         if record.exc_info:
             data["exception"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(data, default=str)
+        return redacted(json.dumps(data, default=str))
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger and message, then ``key=value``; objects as JSON."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without a traceback."""
+        return super().formatMessage(record) + "".join(f" {k}={_plain(v)}" for k, v in keys_of(record).items())
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the traceback below it."""
+        return redacted(super().format(record))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[^\s\"={}]+", value):
+        return value
+    return json.dumps(value, default=str, separators=(",", ":"))
 
 
 def configure(log_format: str, level: str) -> None:
     """Send all logs to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)

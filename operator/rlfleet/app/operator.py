@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import kopf
@@ -30,10 +30,11 @@ from rlfleet.app.login import login
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.triggers import Triggers
-from rlfleet.control.context import Context, Kind, QueueKey, SystemClock
+from rlfleet.control.context import Context, Kind, NoTraces, QueueKey, SystemClock, Traces
 from rlfleet.control.deletion import watch_deletion
 from rlfleet.control.explaining import Wanted, report
 from rlfleet.control.keys import SigningKeyError, SigningKeys
+from rlfleet.control.logkeys import bound
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
@@ -92,6 +93,7 @@ class Operator:
         self._pools: PoolReconciler | None = None
         self._web: WebServer | None = None
         self._context: Context | None = None
+        self._close_traces: Callable[[], None] | None = None
         host, port = settings.health_address()
         self._health = HealthServer(
             host,
@@ -293,11 +295,21 @@ class Operator:
             settings=self._control,
             clock=SystemClock(),
             metrics=self._metrics,
+            traces=self._make_traces(),
         )
         self._pools = PoolReconciler(self._context)
         self._spawn(events.run(), "event recorder")
         self._spawn(self._follow_keys(kube, keys), "view of the signing key")
         await self._queue.run()
+
+    def _make_traces(self) -> Traces:
+        if not self._settings.otlp_endpoint:
+            return NoTraces()
+        from rlfleet.app.tracing import RoundTraces  # an extra
+
+        made = RoundTraces(self._settings.otlp_endpoint, identity=self._control.identity)
+        self._close_traces = made.close
+        return made
 
     async def _load_keys(self, kube: KubeClient) -> SigningKeys:
         """The key, made if there is none; an apiserver that is away for a moment ends no term."""
@@ -369,6 +381,8 @@ class Operator:
             if self._pools is not None:
                 await self._pools.close()
             await ctx.peers.close()
+            if self._close_traces is not None:
+                await asyncio.to_thread(self._close_traces)
         clients, self._clients = self._clients, []
         for client in clients:
             await client.close()
@@ -377,11 +391,12 @@ class Operator:
         ctx, pools = self._context, self._pools
         if ctx is None or pools is None:
             raise asyncio.CancelledError
-        if key.kind is Kind.POOL:
-            return await pools.reconcile(key.namespace, key.name)
-        if key.kind is Kind.DELETION:
-            return await watch_deletion(ctx, key.namespace, key.name)
-        return await reconcile_pipeline(ctx, key.namespace, key.name)
+        with bound(**{key.kind.value.lower(): f"{key.namespace}/{key.name}"}):
+            if key.kind is Kind.POOL:
+                return await pools.reconcile(key.namespace, key.name)
+            if key.kind is Kind.DELETION:
+                return await watch_deletion(ctx, key.namespace, key.name)
+            return await reconcile_pipeline(ctx, key.namespace, key.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -6,6 +6,7 @@ Invariant: a value that cannot be used stops the program at start with the setti
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import secrets
@@ -107,6 +108,11 @@ class Settings:
         "seconds that running reconciles may take to end on SIGTERM; a round that needs longer is handed over",
         minimum=0,
     )
+    otlp_endpoint: str = _setting(
+        "",
+        "RLFLEET_OTLP_ENDPOINT",
+        "http(s):// URL of an OTLP collector that gets a trace per round (extra rlfleet[otel]); empty: none",
+    )
     log_format: str = _setting("json", "RLFLEET_LOG_FORMAT", "json or text")
     log_level: str = _setting("INFO", "RLFLEET_LOG_LEVEL", "DEBUG, INFO, WARNING or ERROR")
 
@@ -139,6 +145,13 @@ class Settings:
             raise SettingsError(
                 "--tls-secret (RLFLEET_TLS_SECRET) and --peer-ca-file (RLFLEET_PEER_CA_FILE) go together"
             )
+        if self.otlp_endpoint:
+            if not self.otlp_endpoint.startswith(("http://", "https://")):
+                raise SettingsError("--otlp-endpoint (RLFLEET_OTLP_ENDPOINT) must be an http:// or https:// URL")
+            if not _can_trace():
+                raise SettingsError(
+                    "--otlp-endpoint (RLFLEET_OTLP_ENDPOINT) needs OpenTelemetry: pip install 'rlfleet[otel]'"
+                )
         self.health_address()
         self.web_address()
 
@@ -183,6 +196,13 @@ def _address(name: str, text: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise SettingsError(f"{_flag(name)} (RLFLEET_{name.upper()}) must be address:port")
     return host.strip("[]"), int(port)
+
+
+def _can_trace() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _flag(name: str) -> str:

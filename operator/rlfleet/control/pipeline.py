@@ -30,6 +30,7 @@ from rlfleet.control.identity import (
     shown_above,
     take_over,
 )
+from rlfleet.control.logkeys import bound
 from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair, trouble_of
@@ -305,9 +306,11 @@ async def _repair_engines(
 
 async def _execute(ctx: Context, ledger: Ledger, sender: SenderLink, view: PipelineView) -> None:
     assert ledger.round is not None
+    meta = ledger.round["metadata"]
     run = CatchUp(ctx, ledger, sender) if kind_of(ledger.round) == "CatchUp" else Executor(ctx, ledger, sender)
     run.pipeline_status = view.bind(run.fleet)
-    await run.execute(view.sender_status())
+    with bound(round=meta["name"], roundUID=meta["uid"]):
+        await run.execute(view.sender_status())
 
 
 async def _say_waiting(ctx: Context, ledger: Ledger, waiting: RoundRef, why: tuple[Reason, str]) -> None:

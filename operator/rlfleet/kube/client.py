@@ -26,7 +26,7 @@ from .errors import (
 )
 from .guard import Guard
 from .limiter import Priority, RateLimiter
-from .resources import OPENAPI, OPENAPI_PATH, Resource
+from .resources import EVENTS, OPENAPI, OPENAPI_PATH, Resource
 from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
 
 Obj = dict[str, Any]
@@ -248,6 +248,20 @@ class KubeClient:
         path = res.path(ns, name, "status")
         return await self._call(
             "patch", "PATCH", res, path, body=body, content_type=MERGE_PATCH, timeout=timeout, write=True
+        )
+
+    async def patch_series(self, ns: str, name: str, *, count: int, last: str, timeout: float) -> Obj:
+        """Say that an Event happened ``count`` times so far, lastly at ``last``; NotFound when it expired."""
+        body = {"series": {"count": count, "lastObservedTime": last}}
+        return await self._call(
+            "patch",
+            "PATCH",
+            EVENTS,
+            EVENTS.path(ns, name),
+            body=body,
+            content_type=MERGE_PATCH,
+            timeout=timeout,
+            write=True,
         )
 
     async def patch_metadata(

@@ -10,12 +10,15 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
 
+from rlfleet.api.conditions import Reason
+
 from .client import KubeClient, Obj
-from .errors import ApiError, NotLeader
+from .errors import ApiError, NotFound, NotLeader
 from .resources import EVENTS
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,30 @@ EventType = Literal["Normal", "Warning"]
 
 #: Seconds for which no event is written to a namespace that was found to be in deletion.
 NAMESPACE_SECONDS = 60.0
+
+
+#: Different notes of one object and reason that are said one by one within ``repeat_seconds``; more are combined.
+SIMILAR = 10
+#: Events, and objects, that are remembered.
+REMEMBERED = 4096
+_COMBINED = "(combined) "
+
+
+@dataclass(slots=True)
+class _Said:
+    """One Event: when it was told last, its object's name once it is written, and how often it happened."""
+
+    told: float
+    name: str = ""
+    count: int = 1
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _time(stamp: datetime) -> str:
+    return stamp.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @dataclass(slots=True)
@@ -45,8 +72,9 @@ class EventObserver(Protocol):
 class EventRecorder:
     """Writes events.k8s.io/v1 Events.
 
-    The same (object, reason, note) is written once per ``repeat_seconds``; one object gets at most ``burst`` events at
-    once and one per ``refill_seconds`` afterwards. ``run()`` does the writing until cancelled.
+    The same (object, reason, note) is written once, and counted in that Event's series every ``repeat_seconds`` while
+    it repeats; more than ten different notes of one object and reason become one; one object gets at most ``burst``
+    events at once and one per ``refill_seconds`` afterwards. ``run()`` does the writing until cancelled.
     """
 
     def __init__(
@@ -71,9 +99,10 @@ class EventRecorder:
         self._timeout = api_timeout
         self._backlog = backlog
         self._observer = observer
-        self._pending: deque[Obj] = deque()
+        self._pending: deque[tuple[_Said, Obj]] = deque()
         self._wake = asyncio.Event()
-        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._said: OrderedDict[str, _Said] = OrderedDict()
+        self._notes: OrderedDict[str, tuple[float, set[str]]] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._ending: OrderedDict[str, float] = OrderedDict()
         self.dropped = 0
@@ -84,51 +113,71 @@ class EventRecorder:
         return len(self._pending)
 
     def record(self, obj: Obj, type_: EventType, reason: str, note: str, *, action: str = "Reconcile") -> None:
-        """Say ``note`` about ``obj`` (an API object with apiVersion and kind). Returns at once."""
+        """Say ``note`` about ``obj`` (an API object with apiVersion and kind). Returns at once.
+
+        ValueError for a reason that is not in api.conditions.
+        """
+        Reason.parse(reason)
         now = asyncio.get_running_loop().time()
         metadata = obj["metadata"]
-        uid = metadata.get("uid", "")
-        note = note[:1024]
-        same = hashlib.sha256("\0".join([uid, type_, reason, note]).encode()).hexdigest()
-        last = self._seen.get(same)
-        if last is not None and now - last < self._repeat:
-            return
-        ending = self._ending.get(metadata.get("namespace") or "default")
+        uid, namespace = metadata.get("uid", ""), metadata.get("namespace") or "default"
+        ending = self._ending.get(namespace)
         if ending is not None and now - ending < NAMESPACE_SECONDS:
             self._drop(1)
             return
+        note = self._combined(uid, type_, reason, note[:1024], now)
+        same = _digest(uid, type_, reason, note.partition(_COMBINED)[1] or note)
+        said = self._said.get(same)
+        if said is not None:
+            said.count += 1
+            if now - said.told < self._repeat:
+                return
         if not self._allow(uid, now) or len(self._pending) >= self._backlog:
             self._drop(1)
             return
-        self._seen[same] = now
-        self._seen.move_to_end(same)
-        while len(self._seen) > 4096:
-            self._seen.popitem(last=False)
         stamp = datetime.now(UTC)
-        namespace = metadata.get("namespace") or "default"
-        self._pending.append(
-            {
-                "metadata": {
-                    "name": f"{metadata['name'][:220]}.{stamp.timestamp() * 1e6:.0f}{same[:6]}",
-                    "namespace": namespace,
-                },
-                "eventTime": stamp.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-                "reportingController": self._controller,
-                "reportingInstance": self._instance,
-                "action": action,
-                "reason": reason,
-                "type": type_,
-                "note": note,
-                "regarding": {
-                    "apiVersion": obj["apiVersion"],
-                    "kind": obj["kind"],
-                    "namespace": metadata.get("namespace"),
-                    "name": metadata["name"],
-                    "uid": uid,
-                },
-            }
-        )
+        body: Obj = {
+            "metadata": {
+                "name": f"{metadata['name'][:220]}.{stamp.timestamp() * 1e6:.0f}{same[:6]}",
+                "namespace": namespace,
+            },
+            "eventTime": _time(stamp),
+            "reportingController": self._controller,
+            "reportingInstance": self._instance,
+            "action": action,
+            "reason": reason,
+            "type": type_,
+            "note": note,
+            "regarding": {
+                "apiVersion": obj["apiVersion"],
+                "kind": obj["kind"],
+                "namespace": metadata.get("namespace"),
+                "name": metadata["name"],
+                "uid": uid,
+            },
+        }
+        if said is None:
+            said = self._said[same] = _Said(now)
+            while len(self._said) > REMEMBERED:
+                self._said.popitem(last=False)
+        said.told = now
+        self._said.move_to_end(same)
+        self._pending.append((said, body))
         self._wake.set()
+
+    def _combined(self, uid: str, type_: str, reason: str, note: str, now: float) -> str:
+        """The note, or one that stands for many: an object that says ever new things of one reason says it once."""
+        key = _digest(uid, type_, reason)
+        began, notes = self._notes.get(key, (now, set()))
+        if now - began >= self._repeat:
+            began, notes = now, set()
+        self._notes[key] = began, notes
+        self._notes.move_to_end(key)
+        while len(self._notes) > REMEMBERED:
+            self._notes.popitem(last=False)
+        if len(notes) < SIMILAR:
+            notes.add(_digest(note))
+        return note if _digest(note) in notes else f"{_COMBINED}{note}"[:1024]
 
     async def run(self) -> None:
         """Write queued events until cancelled."""
@@ -136,11 +185,15 @@ class EventRecorder:
             await self._wake.wait()
             self._wake.clear()
             while self._pending:
-                event = self._pending.popleft()
+                said, event = self._pending.popleft()
                 try:
-                    await self._write(event)
+                    await self._write(said, event)
                 except (ApiError, NotLeader) as e:
                     self._drop(1)
+                    if "being terminated" in str(e):
+                        self._ending[event["metadata"]["namespace"]] = asyncio.get_running_loop().time()
+                        while len(self._ending) > REMEMBERED:
+                            self._ending.popitem(last=False)
                     log.info("event %s not written: %s", event["reason"], e)
 
     async def flush(self, timeout: float) -> None:
@@ -148,14 +201,23 @@ class EventRecorder:
         try:
             async with asyncio.timeout(timeout):
                 while self._pending:
-                    event = self._pending.popleft()
-                    await self._write(event)
+                    await self._write(*self._pending.popleft())
         except (TimeoutError, ApiError, NotLeader) as e:
             self._drop(len(self._pending))
             log.info("events not written at shutdown: %r", e)
 
-    async def _write(self, event: Obj) -> None:
-        await self._client.create(EVENTS, event["metadata"]["namespace"], event, timeout=self._timeout)
+    async def _write(self, said: _Said, event: Obj) -> None:
+        namespace = event["metadata"]["namespace"]
+        if said.name:
+            with suppress(NotFound):  # Events expire; then it is said anew
+                last = event["eventTime"]
+                await self._client.patch_series(
+                    namespace, said.name, count=said.count, last=last, timeout=self._timeout
+                )
+                return
+            said.count = 1
+        await self._client.create(EVENTS, namespace, event, timeout=self._timeout)
+        said.name = event["metadata"]["name"]
         if self._observer is not None:
             self._observer.event_written(event["type"])
 

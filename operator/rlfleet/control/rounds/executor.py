@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
+from rlfleet.control import logkeys
 from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import take_over_round
 from rlfleet.control.rounds.closing import Closing
@@ -180,6 +181,9 @@ class Executor:
             },
             extra={**extra, **await self.rendezvous.with_slot()},
         )
+        logkeys.add(generation=self.ledger.generation)
+        if self.takeover:
+            self.ctx.metrics.round_taken_over(self.kind)
 
     # ------------------------------------------------------------------------------------------ the round
 
@@ -188,8 +192,6 @@ class Executor:
         active = self.ledger.status.get("activeOperation") or {}
         self.takeover = active.get("uid") == self.round_uid or bool(self.ledger.round_status.get("lease"))
         await self.claim(extra)
-        if self.takeover:
-            self.ctx.metrics.round_taken_over(self.kind)
         closing = Closing(self)
         if self.ledger.round_status.get("phase") in TERMINAL:
             # Settled by a predecessor that died before it freed the slot: the identical replay is a success.
