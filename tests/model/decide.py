@@ -11,10 +11,10 @@ from rlfleet.api import wire
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.api.wire import Transport
 from rlfleet.plan import attempts, holding
+from rlfleet.plan import elastic as sleeping
 from rlfleet.plan import freeze as freezing
 from rlfleet.plan import triage as sorting
 from rlfleet.plan import verdicts as judging
-from rlfleet.plan.elastic import plan_elastic
 from rlfleet.plan.rounds import TERMINAL, Committed, Engine, Member, RoundPlan, RoundRef
 from rlfleet.plan.transport import Refusal
 from tests.model.gate import PIPELINE, cached, digest, gate_status
@@ -256,8 +256,14 @@ def can_load(view: View, member: int, verdict: judging.Verdict, work: int, conte
 @cached
 def elastic(views: Views) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Who goes to sleep next, and who wakes."""
-    found = plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True)
+    found = sleeping.plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True)
     return numbers(found.shrink), numbers(found.wake)
+
+
+@cached
+def in_the_way(views: Views) -> tuple[int, ...]:
+    """Who keeps a round that nobody can join from committing."""
+    return numbers(sleeping.in_the_way(engines(views).values()))
 
 
 @cached

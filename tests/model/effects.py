@@ -237,9 +237,13 @@ def _write_pipeline(run: Run) -> Iterator[Step_]:
 
 def _check_commit(run: Run) -> None:
     """Everyone is fenced: no live engine that could serve other weights still takes orders of an older generation."""
-    if not any(c.holds[:2] == run.target for c in run.columns):
-        run.wrong("committed although no engine is proven at the target")
     n = run.op.work
+    if not any(c.member[n] > 0 for c in run.columns):
+        awake = [c.pod for c in run.columns if c.alive and c.memory != RELEASED]
+        if awake:
+            run.wrong(f"committed with nobody in the round although pods {awake} are not asleep")
+    elif not any(c.holds[:2] == run.target for c in run.columns):
+        run.wrong("committed although no engine is proven at the target")
     ours = [c for c in run.columns if c.alive and c.member[n] in (c.pod, decide.BLOCKED - c.pod)]
     # One that is to sleep is an intended drop.
     absent = [c.pod for c in ours if c.holds[:2] != run.target and not (c.rest or c.views[run.who].rest)]
@@ -314,6 +318,13 @@ def PRECONDITION(decided: int, live: int) -> bool:
     return decided == live
 
 
+def _preempted(run: Run) -> Iterator[Step_]:
+    """Lists rounds and asks the sender, in the middle of work outside rounds."""
+    run.set(sender=(run.world.sender.incarnation, run.world.sender.hold))
+    run.preempted()
+    yield "looks for a Refresh" + (", and makes room for it" if run.op.pc == "wp" else ""), run.state()
+
+
 EFFECTS: dict[str, Callable[[Run], Iterator[Step_]]] = {
     "top": _top,
     "pipeline": _pipeline,
@@ -326,5 +337,6 @@ EFFECTS: dict[str, Callable[[Run], Iterator[Step_]]] = {
     "wp": _write_pipeline,
     "sender": _sender,
     "delete": _delete,
+    "preempted": _preempted,
     "fan": fan,
 }

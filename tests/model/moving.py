@@ -80,12 +80,12 @@ class Moving(Hand):
     def fanned(self, name: str) -> None:
         getattr(self, f"after_{name}")()
 
-    def unrouted(self) -> list[int]:
-        """Engines that resumed, answer, and are not in their router."""
+    def unrouted(self, *, silent: bool = False) -> list[int]:
+        """Engines that resumed and are not in their router; ``silent``: nor is it known of those that do not answer."""
         return [
             i
             for i in range(len(self.columns))
-            if self.good(i) and not self.result(i) & MARK and (s := self.view(i).status) and not s[8]
+            if self.good(i) and not self.result(i) & MARK and (not s[8] if (s := self.view(i).status) else silent)
         ]
 
     def good(self, i: int) -> bool:
@@ -112,11 +112,7 @@ class Moving(Hand):
             else:
                 self.begin(n, rounds, takeover=1)
             return
-        known = tuple(
-            (i, r.phase, *self.scope.versions[i], bool(self.world.cancelled >> i & 1))
-            for i, r in enumerate(rounds)
-            if r.exists and r.phase not in TERMINAL
-        )
+        known = self.open_rounds(rounds)
         ends, chosen = decide.triage(known, op.seen.committed, op.sender, self.slots() if op.sender else ())
         if ends:
             n, outcome = ends[0]
@@ -135,6 +131,14 @@ class Moving(Hand):
             self.fan("elastic_seen", dict.fromkeys(self.live(), POLL))
         else:
             self.rest()
+
+    def open_rounds(self, rounds: tuple[Round, ...]) -> tuple[tuple[int, str, int, int, bool], ...]:
+        """What triage is told of the rounds that have not ended."""
+        return tuple(
+            (i, r.phase, *self.scope.versions[i], bool(self.world.cancelled >> i & 1))
+            for i, r in enumerate(rounds)
+            if r.exists and r.phase not in TERMINAL
+        )
 
     def rest(self) -> None:
         """Nothing is to be done."""
@@ -239,13 +243,16 @@ class Moving(Hand):
             self.refuse("Failed")
             return
         frozen = decide.freeze(self.views, op.sender[0], self.slots(), self.scope.max_unavailable)
-        if frozen is None or not any(m > 0 for m in frozen):
-            self.refuse("Failed")
+        if frozen is None or not (any(m > 0 for m in frozen) or self.scope.elastic):
+            self.refuse("Failed")  # an empty fleet is not modelled, one that sleeps is
             return
         self.phase("Planned", "planned")
 
     def planned(self) -> None:
-        self.phase("Staging", "stage")
+        if any(m > 0 for m in self.members):
+            self.phase("Staging", "stage")
+        else:
+            self.look("nobody")
 
     def stage(self) -> None:
         self.fan("staged", {i: STAGE for i, m in enumerate(self.members) if m > 0})

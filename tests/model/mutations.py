@@ -15,7 +15,7 @@ from rlfleet.api import fencing, wire
 from rlfleet.api.fencing import Admission
 from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
-from rlfleet.plan import attempts, claims, freeze, verdicts
+from rlfleet.plan import attempts, claims, elastic, freeze, verdicts
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
 from tests.model import effects, moving, program
 from tests.model.hand import POLL
@@ -48,6 +48,7 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+_IN_THE_WAY = elastic.in_the_way
 _STEP, _VERDICT, _AGREE, _REOPENING = claims.barrier_step, verdicts.verdict, verdicts.agree, verdicts.reopening
 
 
@@ -73,6 +74,10 @@ def _reopen_forgetful(judged: Any, engines: Any) -> Reopening:
     return replace(_REOPENING(judged, engines), missing=())
 
 
+def _heard_of(engines: Any) -> tuple[str, ...]:
+    return _IN_THE_WAY(e for e in engines if e.status is not None)
+
+
 def _scope(total: int, faults: dict[str, int], **options: Any) -> Scope:
     return Scope("mutation", budget(total, **faults), **options)
 
@@ -89,6 +94,24 @@ GUARDS = (
         _scope(2, {"crash": 1, "delay": 1}, elastic=True, later=True, columns=(Column(), SLEEPER)),
         (Patch(fencing, "admit", _always(Admission.ACCEPT)),),
         "changed pod",
+    ),
+    Mutation(
+        "work outside rounds makes room for a Refresh",
+        _scope(0, {}, elastic=True, later=True, columns=(Column(), SLEEPER)),
+        (Patch(program, "GIVES_WAY", _always(False)),),
+        "could run before that",
+    ),
+    Mutation(
+        "a round with nobody in it commits only over a fleet that is asleep",
+        _scope(0, {}, elastic=True, columns=(SLEEPER, SLEEPER)),
+        (Patch(elastic, "in_the_way", _always(())),),
+        "although pods [1, 2] are not asleep",
+    ),
+    Mutation(
+        "a silent gate is not asleep",
+        _scope(1, {"silence": 1}, elastic=True, later=True, columns=(SLEEPER, SLEEPER)),
+        (Patch(elastic, "in_the_way", _heard_of),),
+        "are not asleep",
     ),
     Mutation(
         "the claim is conditional",

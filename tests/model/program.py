@@ -44,6 +44,11 @@ def PAUSED_BEFORE_RELEASE() -> bool:
     return True
 
 
+def GIVES_WAY() -> bool:
+    """Work outside rounds makes room for a Refresh that could run, up to its first call that can not be taken back."""
+    return True
+
+
 class Run(Moving):
     """What an operator does when an answer has come."""
 
@@ -68,6 +73,13 @@ class Run(Moving):
     def after_shut_polled(self) -> None:
         where, serving = self.op.barrier
         self.set(barrier=())
+        if where == "nobody":
+            # closing.commit_without_members: only if everybody is proven asleep or gone
+            if decide.in_the_way(self.views):
+                self.refuse("Failed")
+            else:
+                self.set(pc="rp", arg=("commit",))
+            return
         still = decide.unfenced(self.views, self.op.generation)
         still = tuple(sorted({*still, *decide.not_paused(self.views, serving)}))
         limit = self.scope.max_unavailable
@@ -85,7 +97,10 @@ class Run(Moving):
             self.set(pc="rp", arg=("hold",))  # Healing.hold begins with looking anew
 
     def committed(self) -> None:
-        self.reopen()
+        if any(m > 0 for m in self.members):
+            self.reopen()
+        else:
+            self.settle("Succeeded")
 
     def reopen(self) -> None:
         if self.scope.elastic:
@@ -107,9 +122,7 @@ class Run(Moving):
 
     def after_whole_polled(self) -> None:
         orders = {i: CLOSE for i in range(len(self.columns)) if self.result(i) & MARK}
-        for i in range(len(self.columns)):
-            if i in self.unrouted():
-                orders[i] = OPEN
+        orders |= dict.fromkeys(self.unrouted(silent=True), OPEN)
         self.fan("opened", orders, keep=True)
 
     def after_opened(self) -> None:
@@ -292,11 +305,24 @@ class Run(Moving):
         if self.op.seen.active[0] == "Offload":
             self.fan("sleepers_closed", dict.fromkeys(shrink, CLOSE), again=1)
         else:
-            self.fan("woken", dict.fromkeys(wake, WAKE), again=1)
+            self.set(pc="preempted", arg=wake)
 
     def after_sleepers_closed(self) -> None:
-        good = [i for i in range(len(self.columns)) if self.good(i)]
-        self.fan("sleepers_paused", dict.fromkeys(good, PAUSE), again=1)
+        self.set(pc="preempted", arg=tuple(i for i in range(len(self.columns)) if self.good(i)))
+
+    def preempted(self) -> None:
+        """The last look before what can not be taken back: requests that are aborted, memory that is taken."""
+        chosen, wakes = self.op.arg, self.op.seen.active[0] == "Wake"
+        waits = decide.triage(self.open_rounds(self.world.rounds), self.op.seen.committed, self.op.sender, self.slots())
+        if waits[1] >= 0 and GIVES_WAY():
+            self.set(pc="wp", arg=("free",))
+            return
+        if waits[1] >= 0:
+            self.wrong(f"engines are put to sleep or woken although round {waits[1]} could run before that")
+        if wakes:
+            self.fan("woken", dict.fromkeys(chosen, WAKE), again=1)
+        else:
+            self.fan("sleepers_paused", dict.fromkeys(chosen, PAUSE), again=1)
 
     def after_sleepers_paused(self) -> None:
         good = [i for i in range(len(self.columns)) if self.good(i)] if PAUSED_BEFORE_RELEASE() else self.live()

@@ -56,6 +56,9 @@ SCOPES = (
     Scope("cancelled", budget(2, cancel=1, crash=1)),
     Scope("removed by force", budget(2, remove=1, crash=1)),
     Scope("engines sleep and wake", budget(2, wish=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER)),
+    Scope(
+        "a fleet asleep", budget(1, wish=1, crash=1, silence=1), elastic=True, later=True, columns=(SLEEPER, SLEEPER)
+    ),
     Scope("a late joiner", budget(2, crash=1, lost=1), columns=third(JOINER), max_unavailable=1),
 )
 
@@ -81,6 +84,13 @@ LARGE = (
         later=True,
         columns=third(SLEEPER),
         slow_steps=(RELEASE, WAKE),
+    ),
+    Scope(
+        "large: a fleet asleep",
+        budget(2, wish=1, crash=1, silence=1, delay=1),
+        elastic=True,
+        later=True,
+        columns=(SLEEPER, SLEEPER),
     ),
     Scope("large: frozen leader, three steps", budget(1, thaw=3, rival=1)),
     Scope("large: frozen leader and a message", budget(2, thaw=1, rival=1, delay=1)),
