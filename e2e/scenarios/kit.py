@@ -225,11 +225,17 @@ class Fleet:
         }
         self.apply("EnginePool", name, {**base, **spec})
 
-    def trainer(self, **env: str) -> None:
-        """Create the trainer pod, with the operator's public keys, and wait until its sender can be ordered."""
+    def trainer(self, *, gpus: tuple[str, list[str]] | None = None, **env: str) -> None:
+        """Create the trainer pod, with the operator's public keys, and wait until its sender can be ordered.
+
+        ``gpus``: node and UUIDs that its container is given, as a device plugin would; then it reads their memory, too.
+        """
+        if gpus is not None:
+            env = {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus[1]), "RLFLEET_NODE_NAME": gpus[0], **env}
         keys = wait_until(lambda: self.status("rlpipeline", "p").get("publicKeys"), "the operator's public keys")
         text = json.dumps({k["kid"]: k["key"] for k in keys})
-        self.cluster.apply(trainer_pod(self.namespace, {"RLFLEET_PUBLIC_KEYS": text, **env}))
+        node = gpus[0] if gpus is not None else None
+        self.cluster.apply(trainer_pod(self.namespace, {"RLFLEET_PUBLIC_KEYS": text, **env}, node))
         self.wait_trainer()
 
     def wait_trainer(self) -> None:
@@ -403,14 +409,15 @@ def condition(obj: dict[str, Any], kind: str) -> str:
     return next((str(c["status"]) for c in conditions if c["type"] == kind), "")
 
 
-def trainer_pod(namespace: str, env: dict[str, str]) -> dict[str, Any]:
-    """The trainer's pod."""
+def trainer_pod(namespace: str, env: dict[str, str], node: str | None = None) -> dict[str, Any]:
+    """The trainer's pod; ``node``: where it runs, None: the scheduler decides."""
     fields = {"RLFLEET_POD_IP": "status.podIP", "RLFLEET_POD_UID": "metadata.uid"}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "trainer", "namespace": namespace, "labels": {"app": "trainer"}},
         "spec": {
+            **({"nodeName": node} if node else {}),
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": 1,
             "containers": [

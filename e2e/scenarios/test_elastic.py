@@ -31,16 +31,17 @@ def elastic_pool(
     routers = [
         {"name": "main", "type": "SGLangRouter", "podSelector": {"matchLabels": {"app": "router"}}, "port": ROUTER_PORT}
     ]
-    fleet.pool(
-        replicas, engine_args=(*SAVER, *engine_args), shrink="Offload", routers=routers if router else [], **spec
-    )
+    wanted = {"shrink": "Offload", "routers": routers if router else [], **spec}
+    fleet.pool(replicas, engine_args=(*SAVER, *engine_args), **wanted)
 
 
-def elastic_fleet(fleet: Fleet, replicas: int, **spec: Any) -> list[dict[str, Any]]:
-    """A pipeline with engines that can sleep, and a trainer whose base is committed; no router."""
+def elastic_fleet(
+    fleet: Fleet, replicas: int, *, gpus: tuple[str, list[str]] | None = None, **spec: Any
+) -> list[dict[str, Any]]:
+    """A pipeline with engines that can sleep, and a trainer whose base is committed; no router. ``gpus``: its own."""
     fleet.pipeline(sync=SYNC)
     elastic_pool(fleet, replicas, **spec)
-    fleet.trainer()
+    fleet.trainer(gpus=gpus)
     pods = fleet.ready_engines(replicas)
     base = fleet.sync(-1, seed=100)
     assert base["status"]["phase"] == "Succeeded", base["status"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,10 @@ def test_who_goes_to_sleep_is_no_trouble_and_who_can_not_is() -> None:
     assert condition(found, "Degraded") == ("True", "EnginesBusy")
     assert found["engines"][0]["failure"] == "EnginesBusy: 3 running"
     assert condition(found, "HeterogeneousStates")[0] == "False", "nothing of it is released"
+    sleepless = status(serving(0), sleeper(1, sleep=Sleep(problem=(Reason.WAKE_FAILED, "no room"))), awake=2)
+    assert condition(sleepless, "Degraded") == ("True", "WakeFailed")
+    assert sleepless["engines"][1]["failure"] == "WakeFailed: no room"
+    assert condition(sleepless, "HeterogeneousStates")[0] == "False", "it sleeps"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,10 @@ def test_an_engine_that_loads_for_too_long_is_stuck_and_says_what_helps() -> Non
     waiting = Row(
         pool_kit.fact(0), Derived(EngineState.LOADING, Reason.AWAITING_ROUND, "closed"), pool_kit.gate(), True
     )
+    since = "2026-01-01T00:00:00Z"
+    shown = status(replace(waiting, loading_since=since))["engines"][0]
+    assert shown["loadingSince"] == since
+    assert "loadingSince" not in status(waiting)["engines"][0]
     patient = Elastic(stuck=frozenset({"uid-0"}), patience_seconds=750)
     found = status(waiting, elastic=patient)
     assert condition(found, "StuckLoading") == ("True", "StuckLoading")

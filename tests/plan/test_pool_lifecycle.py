@@ -134,6 +134,8 @@ GOING = Sleep(going=True)
     [
         ((W, K), False, Sleep(), S.OFFLOADED, None),
         ((W, K, G), False, GOING, S.OFFLOADED, None),
+        # A wake that its gate refused has touched nothing: it sleeps, and that is the trouble.
+        ((W, K), False, Sleep(problem=(Reason.WAKE_FAILED, "no room")), S.OFFLOADED, Reason.WAKE_FAILED),
         ((W, K), True, Sleep(), S.DRAINING, Reason.OFFLOADING),
         ((), True, Sleep(), S.DRAINING, Reason.OFFLOADING),
         ((K,), False, Sleep(), S.DRAINING, Reason.HALF_RELEASED),

@@ -259,7 +259,8 @@ def _observe(
 def _sleeping(gate: GateStatus, sleep: Sleep) -> Derived:
     """Its memory is released, or is about to be."""
     if is_offloaded(gate):
-        return Derived(EngineState.OFFLOADED)
+        # A wake that was refused before anything was touched leaves the engine asleep, and is no less a trouble.
+        return Derived(EngineState.OFFLOADED, *(sleep.problem or ()))
     if sleep.problem is not None:
         return Derived(EngineState.DRAINING, *sleep.problem)
     if gate.releasing:
