@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +82,7 @@ OURS = {"apiGroups": ["rlfleet.dev"], "resources": ["*"], "verbs": ["get", "list
 PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}
 
 
-def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator) -> None:
+def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_path: Path) -> None:
     shell = Shell(fleet)
     pods = [p["metadata"]["name"] for p in serialized_fleet(fleet, 2)]
     wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be shown active")
@@ -112,6 +114,29 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator) -> Non
     with urllib.request.urlopen(request, timeout=30) as answer:
         tree = json.load(answer)
     assert [e["name"] for e in tree["pipelines"][0]["pools"][0]["engines"]] == pods
+
+    # What is handed to others has no secrets in it.
+    fleet.cluster.kubectl(
+        "annotate",
+        "pod",
+        pods[0],
+        "-n",
+        fleet.namespace,
+        "example.com/token=Zx9planted4Q",
+        f"example.com/x=Bearer {blind}",
+    )
+    archive = tmp_path / "support.tar.gz"
+    made = shell.document("support-bundle", "--file", str(archive), *allowed)
+    with tarfile.open(archive) as opened:
+        content = {m.name: opened.extractfile(m).read().decode() for m in opened if m.isfile()}  # type: ignore[union-attr]
+    assert sorted(f"rlfleet-support/{name}" for name in made["files"]) == sorted(content)
+    everything = "\n".join(content.values())
+    assert "Zx9planted4Q" not in everything
+    assert blind not in everything
+    assert allowed[3] not in everything
+    assert all(p in content["rlfleet-support/objects/pods.json"] for p in pods)
+    assert "[redacted]" in content["rlfleet-support/objects/pods.json"]
+    assert archive.stat().st_mode & 0o077 == 0
 
     said = shell("sync", "p")
     assert said.startswith("v1 is served: round p-v1-")

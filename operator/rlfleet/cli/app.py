@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from rlfleet.cli import act, asking, doctor, see
+from rlfleet.cli import act, asking, bundle, doctor, see
 from rlfleet.cli.failures import CliError, Exit
 
 HELP = "Keeps RL inference fleets on the right weights: see and steer pipelines, pools and rounds."
@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "topology": (SEE, see.topology),
     "explain": (FIND, asking.explain),
     "doctor": (FIND, doctor.doctor),
+    "support-bundle": (FIND, bundle.support_bundle),
     "sync": (STEER, act.sync),
     "cancel": (STEER, act.cancel),
     "quarantine": (STEER, act.quarantine),

@@ -79,6 +79,10 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
         self._http.close()
 
     # ---------------------------------------------------------------------------------------------- calls
@@ -152,6 +156,13 @@ class Cluster:
             found: Obj = response.json()
             return found
         raise self._refused(method, path, response)
+
+    def text(self, path: str, *, params: Mapping[str, str]) -> str:
+        """One read of something that is no object: a log."""
+        response = self.send("GET", path, params=params)
+        if response.status_code != 200:
+            raise self._refused("GET", path, response)
+        return response.text
 
     def send(
         self,

@@ -37,6 +37,14 @@ def console(*, err: bool = False) -> Console:
     return Console(file=stream, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)
 
 
+def plain(what: RenderableType) -> str:
+    """What would be printed into a file."""
+    screen = Console(width=PIPE_WIDTH, highlight=False, emoji=False, markup=False, no_color=True, color_system=None)
+    with screen.capture() as text:
+        screen.print(what)
+    return "".join(f"{line.rstrip()}\n" for line in text.get().splitlines())
+
+
 def show(what: RenderableType) -> None:
     """Print for people; without the blanks at line ends that a terminal does not show anyway."""
     screen = console()
