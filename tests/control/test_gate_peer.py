@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from rlfleet.control import pool_gates
 from rlfleet.control.rounds.pods import gate_peer
+from rlfleet.plan.lifecycle import pod_fact
 from rlfleet.plan.pods import build_pod
 from tests.plan.pool_kit import pool
 
@@ -21,3 +23,7 @@ def test_where_a_gate_serves_tls_is_read_from_its_pod() -> None:
         peer = gate_peer(pod)
         assert peer is not None
         assert (peer.url, peer.server_name, peer.pod_uid) == (url, name, "u")
+        # Pools, which enroll gates, and rounds find them alike.
+        of_pool = {**pool(), "metadata": {**pool()["metadata"], "namespace": "team-a"}}
+        found = pool_gates.gate_peer(of_pool, pod_fact(pod, owner_uid="p"))
+        assert (found.url, found.server_name, found.pod_uid) == (url, name, "u")

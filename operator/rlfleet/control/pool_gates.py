@@ -34,7 +34,12 @@ _UP = frozenset({EngineState.LOADING, EngineState.ACTIVE, EngineState.QUARANTINE
 def gate_peer(pool: Mapping[str, Any], pod: PodFact) -> Peer:
     """How to reach the gate of a pod."""
     name = naming.engine_name(pool["metadata"]["name"], pod.index)
-    return Peer(name, pod.uid, base_url(pod.ip, gate_port(pool)))
+    url = base_url(pod.ip, gate_port(pool))
+    if pod.tls:
+        return Peer(
+            name, pod.uid, f"https{url.removeprefix('http')}", naming.gate_server_name(pool["metadata"]["namespace"])
+        )
+    return Peer(name, pod.uid, url)
 
 
 def enrollment(

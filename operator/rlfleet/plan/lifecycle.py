@@ -22,7 +22,7 @@ from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.asleep import is_offloaded, is_touched
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Committed
-from rlfleet.plan.template import ENGINE
+from rlfleet.plan.template import ENGINE, TLS_DIR_ENV, gate_variable
 
 _S = EngineState
 
@@ -80,6 +80,8 @@ class PodFact:
     current: bool | None = None
     quarantine: str | None = None
     """Why a person keeps it out of service; None: nobody does."""
+    tls: bool = False
+    """Its gate serves TLS."""
 
     @property
     def live(self) -> bool:
@@ -163,6 +165,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         owned=owner.get("uid") == owner_uid,
         current=_current(pod, conditions),
         quarantine=quarantine_of(pod),
+        tls=gate_variable(pod, TLS_DIR_ENV) is not None,
     )
 
 

@@ -26,6 +26,7 @@ from rlfleet.plan.template import (
     STATE_DIR,
     STATE_VOLUME,
     TLS_DIR,
+    TLS_DIR_ENV,
     TLS_VOLUME,
     VISIBLE_DEVICES,
     Assignment,
@@ -54,8 +55,6 @@ Obj = dict[str, Any]
 ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
 #: Tells a gate where checkpoints lie, in its file system and the engine's.
 CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
-#: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
-TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 #: Tells a gate that it is not ready before its engine's first weights came.
 READY_WHEN_PROVEN_ENV: Final = "RLFLEET_READY_WHEN_PROVEN"
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")

@@ -36,6 +36,8 @@ STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
 
 #: The type of a router in spec.routers that is no program: the readiness of the engine's pod.
 READINESS: Final = "Readiness"
+#: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
+TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 #: The key of one pod's engine for its control paths, for the engine's own arguments to refer to: SGLang takes
 #: ``--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)``.
 ADMIN_KEY_ENV: Final = "RLFLEET_ENGINE_ADMIN_KEY"
@@ -199,6 +201,13 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
                 raise InvalidPool(f"{at}: with placement Pinned the operator sets {VISIBLE_DEVICES}")
     if is_pinned(pool) and asks_gpu(engines[0]):
         raise InvalidPool(f"{where}: with placement Pinned the engine must not also ask for {GPU_RESOURCE}")
+
+
+def gate_variable(pod: Mapping[str, Any], name: str) -> str | None:
+    """A variable of a pod's gate, as the pod was made; None where it has no such value."""
+    gate: Mapping[str, Any] = next((c for c in pod["spec"].get("initContainers") or [] if c.get("name") == GATE), {})
+    found: Mapping[str, Any] = next((e for e in gate.get("env") or [] if e.get("name") == name), {})
+    return found.get("value") or None
 
 
 def wants_admin_key(pool: Mapping[str, Any]) -> bool:

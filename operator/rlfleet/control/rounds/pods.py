@@ -12,9 +12,10 @@ from typing import Any
 
 from rlfleet.api import labels, naming, wire
 from rlfleet.control.peers import Peer
-from rlfleet.plan.pods import CHECKPOINT_DIR_ENV, TLS_DIR_ENV
+from rlfleet.plan.pods import CHECKPOINT_DIR_ENV
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Engine
+from rlfleet.plan.template import TLS_DIR_ENV, gate_variable
 from rlfleet.plan.topology import assigned_evidence
 
 
@@ -36,20 +37,14 @@ def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
     meta = pod["metadata"]
     address = f"{host}:{gate_port(pod)}"
     # The pod's own spec, and nothing on the way there, says which of both it is.
-    if _gate_variable(pod, TLS_DIR_ENV):
+    if gate_variable(pod, TLS_DIR_ENV):
         return Peer(meta["name"], meta["uid"], f"https://{address}", naming.gate_server_name(meta["namespace"]))
     return Peer(meta["name"], meta["uid"], f"http://{address}")
 
 
-def _gate_variable(pod: Mapping[str, Any], name: str) -> str | None:
-    gate: Mapping[str, Any] = next((c for c in pod["spec"].get("initContainers") or [] if c.get("name") == "gate"), {})
-    found: Mapping[str, Any] = next((e for e in gate.get("env") or [] if e.get("name") == name), {})
-    return found.get("value") or None
-
-
 def checkpoint_mount(pod: Mapping[str, Any]) -> str | None:
     """Where the pod's gate and engine mount the volume of checkpoints; None: they mount none."""
-    return _gate_variable(pod, CHECKPOINT_DIR_ENV)
+    return gate_variable(pod, CHECKPOINT_DIR_ENV)
 
 
 def is_gone(pod: Mapping[str, Any]) -> bool:
