@@ -47,7 +47,8 @@ RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl \
  && /opt/rlfleet/bin/pip uninstall --quiet --yes setuptools pip
 
 FROM ${BASE} AS runtime
-ENV PATH=/opt/rlfleet/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+ENV PATH=/opt/rlfleet/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp USER=rlfleet
 WORKDIR /tmp
 USER 65532:65532
 
@@ -72,8 +73,8 @@ RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl
 COPY e2e/__init__.py /opt/sim/e2e/
 COPY e2e/sim /opt/sim/e2e/sim
 COPY e2e/scenarios/__init__.py e2e/scenarios/publisher.py /opt/sim/e2e/scenarios/
-ENV PATH=/opt/rlfleet/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp \
-    PYTHONPATH=/opt/sim
+ENV PATH=/opt/rlfleet/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp USER=rlfleet PYTHONPATH=/opt/sim
 WORKDIR /tmp
 USER 65532:65532
 CMD ["python", "-m", "e2e.sim.trainer", "--help"]

@@ -261,8 +261,6 @@ def _mounts() -> list[Path]:
 def remove_strays(state: Path, network: str) -> None:
     """Removes what shims, kubelet and CNI plugins put at fixed places: sockets, links, caches, empty folders."""
     for task in state.glob("containerd/state/io.containerd.runtime.v2.task/*/*"):
-        for cached in _CNI_CACHE.glob(f"*-{task.name}-*"):
-            cached.unlink(missing_ok=True)
         try:
             socket = (task / "address").read_text().strip().removeprefix("unix://")
         except FileNotFoundError:
@@ -270,7 +268,10 @@ def remove_strays(state: Path, network: str) -> None:
         if socket.startswith("/run/containerd/s/"):
             Path(socket).unlink(missing_ok=True)
     for cached in _CNI_CACHE.glob(f"{network}-*"):
-        cached.unlink(missing_ok=True)
+        # The same pod's loopback is in a network that bears no name of ours.
+        pod = cached.name.removeprefix(f"{network}-").partition("-")[0]
+        for entry in _CNI_CACHE.glob(f"*-{pod}-*"):
+            entry.unlink(missing_ok=True)
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and os.readlink(link).startswith(f"{state}/"):
             link.unlink()

@@ -122,6 +122,8 @@ def kubelet_config(places: Places) -> str:
         "podLogsDir": str(places.state / "pod-logs"),
         "volumePluginDir": str(places.state / "volume-plugins"),
         "nodeStatusUpdateFrequency": "4s",
+        # How soon a volume that is too full is seen.
+        "volumeStatsAggPeriod": "5s",
     }
     return yaml.safe_dump(config)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from e2e.cluster.controlplane import ClusterError
@@ -25,6 +26,7 @@ from e2e.node.kit import (
     helm,
     until,
 )
+from rlfleet.api.labels import WEIGHTS_CURRENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
@@ -56,6 +58,13 @@ def operators(node: RealNode, image: str) -> list[str]:
     ]
 
 
+def endpoints(node: RealNode) -> dict[str, bool]:
+    """Pod -> whether it is ready, of those that the Service could send requests to."""
+    slices = node.get("endpointslices.discovery.k8s.io", "-n", NEW, "-l", "kubernetes.io/service-name=engines")["items"]
+    found = {e["targetRef"]["name"]: e["conditions"]["ready"] for s in slices for e in s.get("endpoints") or []}
+    return {name: ready for name, ready in found.items() if ready}
+
+
 def leader(node: RealNode) -> str:
     """The pod that holds the Lease."""
     lease = node.get("lease", "rlfleet-operator", "-n", SYSTEM)
@@ -79,13 +88,15 @@ def test_the_foundation_is_installed_and_serves(node: RealNode, old: Fleet, foun
 
 def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, old: Fleet) -> None:
     pods = {p["metadata"]["uid"] for p in old.engines()}
+    # Helm never changes CRDs, and the chart's job creates none: this release has one more than the foundation had.
+    crds = str(ROOT / "charts" / "rlfleet" / "crds")
+    node.kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
     for pod in old.engines():
-        old.fault(pod, {"update_weights_from_disk": {"action": "delay", "seconds": 20, "times": 1}})
+        old.fault(pod, {"update_weights_from_disk": {"action": "delay", "seconds": 45, "times": 1}})
     name = old.order()
     until(lambda: old.phase(name) == "Transferring", "Transferring")
 
-    values = {**VALUES, "crds.upgrade.enabled": "true"}
-    helm(node, "upgrade", str(ROOT / "charts" / "rlfleet"), "--wait", "--timeout=200s", values=values)
+    helm(node, "upgrade", str(ROOT / "charts" / "rlfleet"), "--wait", "--timeout=200s", values=VALUES)
 
     until(lambda: len(operators(node, "operator:dev")) == 2, "two operators of the new image")
     until(lambda: leader(node) in operators(node, "operator:dev"), "one of them to lead")
@@ -121,8 +132,9 @@ def test_the_quickstart_under_restricted_pod_security(node: RealNode, fleet: Fle
         # A native sidecar: an init container that stays, and that started before the engine did.
         gate = next(c for c in pod["spec"]["initContainers"] if c["name"] == "gate")
         assert gate["restartPolicy"] == "Always"
-    node.kubectl("wait", "pod", "-l", "rlfleet.dev/pool=engines", "-n", NEW, "--for=condition=Ready", "--timeout=120s",
-                 timeout=130)  # fmt: skip
+        # Closed until the first weights came, and out of the Service.
+        assert condition(pod, "Ready").get("status") == "False"
+    assert endpoints(node) == {}
     for pod in fleet.engines():
         began = {n: container(pod, n)["state"]["running"]["startedAt"] for n in ("gate", "engine")}
         assert began["gate"] <= began["engine"]
@@ -130,6 +142,7 @@ def test_the_quickstart_under_restricted_pod_security(node: RealNode, fleet: Fle
     node.kubectl("apply", "-f", str(QUICKSTART / "trainer.yaml"))
     until(lambda: fleet.pipeline()["status"].get("committed", {}).get("version") == 2, "three versions of the trainer")
     until(fleet.all_active, "both engines Active")
+    until(lambda: list(endpoints(node).values()) == [True, True], "both engines behind the Service")
     enforced = node.get("namespaces", NEW)["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
     assert enforced == "restricted"
     rounds = node.get("syncrounds", "-n", NEW)["items"]
@@ -210,6 +223,26 @@ def test_a_killed_gate_restarts_in_place_and_the_engine_goes_on(steered: Fleet) 
     assert steered.sync()["status"]["phase"] == "Succeeded"
 
 
+def test_an_engine_that_lost_its_weights_leaves_the_service_and_comes_back(steered: Fleet) -> None:
+    victim = steered.engines()[0]
+    name = victim["metadata"]["name"]
+    assert name in endpoints(steered.node)
+    admitted = condition(victim, WEIGHTS_CURRENT)["lastTransitionTime"]
+    # A label that its gate did not write: whatever was proven of this engine is void.
+    url = f"http://{victim['status']['podIP']}:30000/update_weight_version"
+    httpx.post(
+        url, json={"new_version": "default", "abort_all_requests": False}, timeout=30.0, trust_env=False
+    ).raise_for_status()
+
+    def again() -> bool:
+        now = condition(steered.node.get("pods", name, "-n", NEW), WEIGHTS_CURRENT)
+        return bool(now["status"] == "True" and now["lastTransitionTime"] > admitted)
+
+    until(again, "the engine to be withdrawn, filled and admitted again")
+    until(lambda: name in endpoints(steered.node), "the Service to lead to it again")
+    assert steered.node.get("pods", name, "-n", NEW)["metadata"]["uid"] == victim["metadata"]["uid"]
+
+
 def test_an_evicted_pod_is_replaced_and_says_so(steered: Fleet) -> None:
     victim = steered.engines()[0]
     steered.write(victim, "/scratch/fill", 64)
@@ -242,6 +275,7 @@ def test_a_rebooted_node_comes_back_closed_and_is_filled_again(node: RealNode, s
     # Nobody serves: the memory that held the weights is empty, and so is the sender's.
     assert steered.pipeline()["status"]["committed"] == committed
     assert "Active" not in steered.states()
+    assert endpoints(node) == {}
     node.kubectl("delete", "pod", "trainer", "-n", NEW, "--timeout=60s")
     steered.start_publisher()
     assert steered.sync()["status"]["phase"] == "Succeeded"

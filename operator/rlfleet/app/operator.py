@@ -19,7 +19,7 @@ import itertools
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -121,6 +121,8 @@ class Operator:
             await kopf.operator(
                 registry=self._registry(),
                 settings=self._kopf_settings(),
+                # kopf would ask for the user's name, which the user of a container need not have.
+                identity=cast(Any, self._control.identity),
                 standalone=True,
                 clusterwide=not self._settings.watch_namespaces,
                 namespaces=self._settings.watch_namespaces,
