@@ -70,12 +70,15 @@ async def test_the_new_key_is_told_by_the_old_and_then_stands_alone(known: Gate,
     caller = Caller(PIPELINE, "round-1", 1000)
     assert believed(rotating.push_token(peer, caller, 60), SigningKeys(OLD), peer)
     await rotating.enroll(peer, enrolment(known, keys))
+    # Both are accepted while the Secret names both, and the old one signs: whoever was not told yet knows only that.
+    assert believed(rotating.push_token(peer, caller, 60), SigningKeys(OLD), peer)
+    for one in (OLD, NEW):
+        assert (await client(peers, SigningKeys(one)).gate_status(peer, PIPELINE)).enrolled
+    # Then the new one alone, in the process that goes on and in its successors.
+    assert keys.adopt(SigningKeys(NEW))
     assert believed(rotating.push_token(peer, caller, 60), SigningKeys(NEW), peer)
-    # Both are accepted while the Secret names both; then the new one alone.
-    assert (await client(peers, SigningKeys(OLD)).gate_status(peer, PIPELINE)).enrolled
-    alone = client(peers, SigningKeys(NEW))
-    await alone.enroll(peer, enrolment(known, SigningKeys(NEW)))
-    assert (await alone.gate_status(peer, PIPELINE)).enrolled
+    await rotating.enroll(peer, enrolment(known, keys))
+    assert (await client(peers, SigningKeys(NEW)).gate_status(peer, PIPELINE)).enrolled
     with pytest.raises(Refused) as refused:
         await client(peers, SigningKeys(OLD)).gate_status(peer, PIPELINE)
     assert refused.value.body.reason is wire.ErrorReason.UNAUTHENTICATED

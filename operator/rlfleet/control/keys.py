@@ -3,8 +3,8 @@
 Invariants:
 - the private half leaves the Secret only into this process's memory; pods get public halves;
 - two operators that start together end up with the same key: whoever loses the create reads what won;
-- a key that was replaced signs on where the new one is not known yet, so that its successor can be told; it is accepted
-  by new listeners only while the Secret still names it.
+- a key that is being replaced signs on while the Secret still names it, so that everybody is told its successor first;
+  after that it signs only where its successor is not known yet, and nobody is told to accept it any more.
 """
 
 from __future__ import annotations
@@ -132,6 +132,13 @@ class SigningKeys:
         self.current, self._published = found.current, found._published
         self.previous = found.previous or replaced
         return True
+
+    @property
+    def order(self) -> tuple[SigningKey, SigningKey | None]:
+        """The key to sign with, and the one to try where that is not known."""
+        if self.previous is not None and self.previous in self._published:
+            return self.previous, self.current
+        return self.current, self.previous
 
     def public_text(self) -> dict[str, str]:
         """Key id -> base64 of the raw public key: what gates and senders verify with."""

@@ -60,15 +60,11 @@ class PeerObserver(Protocol):
 
 
 class Signers(Protocol):
-    """The key that signs, and the one that it replaced (control.keys.SigningKeys)."""
+    """The operator's keys (control.keys.SigningKeys)."""
 
     @property
-    def current(self) -> Signer:
-        """Signs wherever it is known."""
-
-    @property
-    def previous(self) -> Signer | None:
-        """Signs where the current one is not known yet; None outside of a rotation."""
+    def order(self) -> tuple[Signer, Signer | None]:
+        """The key to sign with, and the one to try where that is not known; None outside of a rotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +132,9 @@ class Peers:
     ) -> None:
         self._signers = signers
         self._authorities = authorities
-        #: Pod UIDs of listeners that believed the previous key last, and not the current one.
-        self._behind: set[str] = set()
+        #: The key that is tried first, and pod UIDs of listeners that did not know it, but the other one.
+        self._first: Signer | None = None
+        self._others: set[str] = set()
         self._guard = guard
         self._proxy = proxy
         self._observer = observer
@@ -161,8 +158,11 @@ class Peers:
             self._session = None
 
     def _signer(self, peer: Peer) -> Signer:
-        previous = self._signers.previous
-        return previous if previous is not None and peer.pod_uid in self._behind else self._signers.current
+        first, second = self._signers.order
+        if first is not self._first:
+            self._first = first
+            self._others.clear()
+        return second if second is not None and peer.pod_uid in self._others else first
 
     def push_token(self, gate: Peer, caller: Caller, ttl_seconds: int) -> str:
         """A token with which the sender may push this round's bytes to this gate, and nothing else."""
@@ -230,10 +230,10 @@ class Peers:
         try:
             return await send()
         except Refused as e:
-            if e.body.reason is not wire.ErrorReason.UNAUTHENTICATED or self._signers.previous is None:
+            if e.body.reason is not wire.ErrorReason.UNAUTHENTICATED or self._signers.order[1] is None:
                 raise
         # Nothing was stored: a token is verified before anything else. Perhaps the other key is the known one.
-        self._behind ^= {peer.pod_uid}
+        self._others ^= {peer.pod_uid}
         return await send()
 
     async def _send(
@@ -307,7 +307,6 @@ class Peers:
         """Tell a gate its pipeline, routers and keys."""
         caller = Caller(request.pipeline, "", request.generation)
         raw = await self._call(gate, "POST", "/v1/enroll", scope=Scope.CONTROL, caller=caller, body=request)
-        self._behind.discard(gate.pod_uid)
         return self._own(gate, self._parse(gate, wire.GateStatus, raw))
 
     async def gate_fence(self, gate: Peer, caller: Caller) -> wire.GateStatus:
