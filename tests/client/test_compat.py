@@ -94,7 +94,7 @@ def coordinator(client: Client) -> MilesCoordinator:
     return MilesCoordinator(pipeline_id="demo", pipeline_config=SimpleNamespace(num_gpus_per_node=4), client=client)
 
 
-def pool(fleet: Fleet, **states: str) -> None:
+def pool(fleet: Fleet, spec: dict[str, Any] | None = None, **states: str) -> None:
     """One pool whose engines e0, e1... are in these states, each on the device of its number."""
     meta = {"name": "pool", "namespace": fleet.namespace}
     fleet.cluster.apply(
@@ -104,6 +104,8 @@ def pool(fleet: Fleet, **states: str) -> None:
             "metadata": meta,
             "spec": {
                 "pipeline": "demo",
+                "replicas": len(states),
+                **(spec or {}),
                 "engine": {"type": "SGLang"},
                 "source": {"template": {"spec": {"containers": [{"name": "engine", "image": "x"}]}}},
                 "gate": {"image": "x"},
@@ -140,8 +142,28 @@ def test_registration_refuses_in_this_order_and_stores_nothing(
     monkeypatch.delenv(env.ASSERT_MIXED)
     with pytest.raises(RuntimeError, match="before register_model_update_resources"):
         coordinator.sync_base_weights_to_active(1)
+    with pytest.raises(RuntimeError, match=r"rollout_num_gpus_per_engine=5 does not fit.*num_gpus_per_node=4"):
+        coordinator.register_model_update_resources(**HANDLES, rollout_num_gpus_per_engine=5)
+    pool(fleet, e0="Active")
+    with pytest.raises(RuntimeError, match=r"spec\.engine\.gpusPerEngine of EnginePool pool is 1"):
+        coordinator.register_model_update_resources(**HANDLES, rollout_num_gpus_per_engine=2)
+    with pytest.raises(RuntimeError, match="before register_model_update_resources"):
+        coordinator.sync_base_weights_to_active(1)
     coordinator.register_model_update_resources(**HANDLES)
     assert wants(fleet) == [], "no engine was asked for anything"
+
+
+@pytest.mark.cluster
+def test_a_fleet_that_cannot_be_reached_is_refused_at_registration(
+    fleet: Fleet, cluster: LocalCluster, client: Client
+) -> None:
+    """As the coordinator refuses a manager that lacks its calls: before any engine is touched."""
+    with Client(fleet.namespace, "no-such", cluster.kubeconfig) as stranger:
+        missing = MilesCoordinator(pipeline_id="no-such", pipeline_config={}, client=stranger)
+        with pytest.raises(RuntimeError, match="rlfleet cannot carry out syncs for pipeline 'no-such'"):
+            missing.register_model_update_resources(**HANDLES)
+        with pytest.raises(RuntimeError, match="before register_model_update_resources"):
+            missing.resize_infer([0], [])
 
 
 @pytest.mark.cluster
@@ -178,9 +200,10 @@ def test_a_trainer_that_speaks_to_the_coordinator_trains_unchanged(fleet: Fleet,
         answer(fleet, granted=True)
         (request,) = wants(fleet)
         assert request["devices"] == [{"node": "n0", "devices": ["GPU-0"]}]
+        assert len(fleet.rounds()) == 1, "it goes on when its pool shows the engine asleep"
+        pool(fleet, e0="Offloaded", e1="Active")
         first = fleet.wait_rounds(2)[1]
         assert first["spec"]["version"] == 0
-        pool(fleet, e0="Offloaded", e1="Active")
         fleet.succeed(first["metadata"]["name"])
         until(lambda: wants(fleet) == [], "the device to be given back")
         pool(fleet, e0="Loading", e1="Active")
@@ -225,6 +248,76 @@ def test_resize_tells_what_stands_in_the_way(
 
 
 @pytest.mark.cluster
+def test_ranks_are_those_of_one_pool_that_lists_all_of_them(fleet: Fleet, coordinator: MilesCoordinator) -> None:
+    coordinator.register_model_update_resources(**HANDLES)
+    with pytest.raises(RuntimeError, match="only EnginePool; it has: none"):
+        coordinator.resize_infer([0], [])
+    fleet.sender_seen(version=-1)
+    coordinator.publish_cache_ready_step(-1)
+    pool(fleet, {"active": 1}, e0="Active", e1="Offloaded")
+    with pytest.raises(RuntimeError, match=r"beside 1 others: spec\.active of EnginePool pool is 1"):
+        coordinator.resize_infer([], [1])
+    pool(fleet, {"replicas": 65}, e0="Active")
+    with pytest.raises(RuntimeError, match="65 engines: ranks of a pool of more than 64"):
+        coordinator.resize_infer([0], [])
+    assert wants(fleet) == []
+
+
+def row(request: dict[str, Any], *, granted: bool, reason: str) -> dict[str, Any]:
+    known = {k: request[k] for k in ("cluster", "priority", "step", "id", "devices")}
+    return known | {"granted": granted, "reason": reason, "message": "as it is"}
+
+
+@pytest.mark.cluster
+def test_a_shrink_that_fails_for_one_engine_asks_for_none(fleet: Fleet, coordinator: MilesCoordinator) -> None:
+    pool(fleet, e0="Active", e1="Active")
+    coordinator.register_model_update_resources(**HANDLES)
+    coordinator.bootstrap_active_engines({0, 1})
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(coordinator.resize_infer, [0, 1], [])
+        asked = until(lambda: len(found := wants(fleet)) == 2 and found, "both requests")
+        grants = [row(r, granted=True, reason="Granted") for r in asked]
+        grants[1] = row(asked[1], granted=False, reason="Unsupported")
+        fleet.pipeline_status(grants=grants)
+        with pytest.raises(RuntimeError, match=r"shrink of engine . failed: .*Unsupported: as it is"):
+            running.result(SECONDS)
+    assert wants(fleet) == []
+    assert coordinator.get_active_engines() == {0, 1}
+
+
+@pytest.mark.cluster
+def test_a_deferred_start_puts_everybody_to_sleep_until_the_first_expand_brings_what_is_ready(
+    fleet: Fleet, coordinator: MilesCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.DEFER, "1")
+    pool(fleet, {"replicas": 2}, e0="Loading")
+    fleet.sender_seen(version=-1)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(coordinator.bootstrap_active_engines, set())
+        # It waits for all of them to be there: a demand would keep those from being made.
+        pool(fleet, e0="Loading", e1="Loading")
+        asked = until(lambda: len(found := wants(fleet)) == 2 and found, "both requests")
+        fleet.pipeline_status(grants=[row(r, granted=True, reason="Granted") for r in asked])
+        pool(fleet, e0="Offloaded", e1="Offloaded")
+        running.result(SECONDS)
+        assert coordinator.get_active_engines() == frozenset()
+        coordinator.register_model_update_resources(**HANDLES)
+        coordinator.publish_cache_ready_step(-1)
+        assert coordinator.sync_base_weights_to_active(0) == 0
+        assert fleet.rounds() == [], "only what is ready has advanced"
+        fleet.sender_seen(version=0)
+        expanding = threads.submit(coordinator.resize_infer, [], [0, 1])
+        (made,) = fleet.wait_rounds()
+        assert made["spec"]["version"] == 0
+        assert len(wants(fleet)) == 2, "nobody wakes before it is committed"
+        fleet.succeed(made["metadata"]["name"])
+        until(lambda: wants(fleet) == [], "the devices to be given back")
+        pool(fleet, e0="Active", e1="Active")
+        assert expanding.result(SECONDS).success
+    assert coordinator.get_active_engines() == {0, 1}
+
+
+@pytest.mark.cluster
 def test_the_active_set_is_set_once_and_an_empty_one_syncs_nobody(fleet: Fleet, coordinator: MilesCoordinator) -> None:
     coordinator.bootstrap_active_engines(set())
     with pytest.raises(RuntimeError, match="once"):
@@ -232,7 +325,7 @@ def test_the_active_set_is_set_once_and_an_empty_one_syncs_nobody(fleet: Fleet, 
     assert coordinator.get_active_engines() == frozenset()
     assert coordinator.sync_base_weights_to_active(4) == 4
     assert fleet.rounds() == []
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="not LoRA adapters"):
         coordinator.sync_lora_weights(loras_to_sync=[])
     assert coordinator.remove_resource_manager_node_pg() is False
 

@@ -13,7 +13,7 @@ import pytest
 
 from e2e.cluster import pki
 from e2e.cluster.local import ClusterError, LocalCluster
-from rlfleet.client import Client, DemandRefused, Forbidden, GrantTimeout, SyncFailed, credentials
+from rlfleet.client import Client, DemandRefused, Forbidden, GrantTimeout, SyncFailed, SyncRefused, credentials
 from rlfleet.client.aio import AsyncClient
 from tests.client.fleet import INCARNATION, SECONDS, Fleet
 from tests.client.test_access import grant, rule
@@ -116,6 +116,24 @@ def test_gpus_are_given_back_whatever_happened(fleet: Fleet, trainer: Client) ->
         with pytest.raises(SyncFailed):
             syncing.result(SECONDS)
     assert wants(fleet) == []
+
+
+def test_a_release_that_fails_is_said_and_hides_no_error(
+    fleet: Fleet, proxied: Client, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(proxied.request_gpus, 6, timeout=SECONDS)
+        answer(fleet, granted=True)
+        asked.result(SECONDS)
+    proxy.strike(Rule(lambda call: call.method == "PATCH", Fault.INVALID, times=0))
+    with pytest.raises(DemandRefused, match="scripted 422"):
+        proxied.release_gpus()
+    fleet.committed(5)
+    with pytest.raises(SyncRefused, match="version 0 is below version 5"):
+        proxied.after_train_step(0)
+    assert "could not be given back, engines on them stay asleep" in caplog.text
+    proxy.watch()
+    assert proxied.release_gpus()
 
 
 def test_what_is_not_granted_in_time_is_withdrawn_and_the_error_says_why(fleet: Fleet, trainer: Client) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from rlfleet.api.v1alpha1 import RLPipeline
+from rlfleet.api.v1alpha1 import EnginePool, RLPipeline
 from rlfleet.api.v1alpha1.rlpipeline_status import CommittedVersion, Grant
 from rlfleet.client.client import Client
 from rlfleet.client.demand import ACTOR
@@ -51,6 +51,18 @@ class AsyncClient:
     async def wait_for(self, version: int, **how: Any) -> CommittedVersion:
         """See Client."""
         return await asyncio.to_thread(self._client.wait_for, version, **how)
+
+    async def wait_for_sender(self, version: int, **how: Any) -> None:
+        """See Client."""
+        await asyncio.to_thread(self._client.wait_for_sender, version, **how)
+
+    async def pools(self, **how: Any) -> list[EnginePool]:
+        """See Client."""
+        return await asyncio.to_thread(self._client.pools, **how)
+
+    async def wait_for_pool(self, name: str, wanted: Callable[[EnginePool], bool], **how: Any) -> EnginePool:
+        """See Client. ``wanted`` is called in another thread."""
+        return await asyncio.to_thread(self._client.wait_for_pool, name, wanted, **how)
 
     async def sync(self, version: int, **how: Any) -> SyncResult:
         """See Client. ``on_progress`` is called in another thread."""

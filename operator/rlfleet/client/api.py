@@ -209,6 +209,8 @@ class Api:
             return errors.DemandNotFound(f"there is no TrainerDemand {name!r} in namespace {self.namespace!r}")
         if self._no_namespace():
             return self._namespace_not_found()
+        if plural == POOLS:
+            return errors.NotFound(f"there is no EnginePool {name!r} in namespace {self.namespace!r}")
         return errors.PipelineNotFound(
             f"there is no RLPipeline {name!r} in namespace {self.namespace!r}: check Client(namespace=..., "
             "pipeline=...), or create it"

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from rlfleet.api.v1alpha1 import EnginePool, RLPipeline
 from rlfleet.api.v1alpha1.common import DNS_LABEL
@@ -18,6 +18,8 @@ from rlfleet.api.v1alpha1.rlpipeline_status import CommittedVersion
 from rlfleet.client import credentials, errors
 from rlfleet.client.api import PIPELINES, POOLS, Api
 from rlfleet.client.waiting import Wait, say_nothing
+
+K = TypeVar("K", RLPipeline, EnginePool)
 
 #: A watch that ends at once (forbidden, unsupported by a proxy) must not become a busy loop.
 _POLL_SECONDS = 0.5
@@ -90,6 +92,25 @@ class Reader:
         assert found.status.committed is not None
         return found.status.committed
 
+    def wait_for_sender(self, version: int, timeout: float = 600.0) -> None:
+        """Wait until the operator sees that the sender's newest complete weights are this version's; else WaitTimeout.
+
+        A round for it can be carried out from then on.
+        """
+
+        def holds(p: RLPipeline) -> bool:
+            return p.status.cache_ready is not None and p.status.cache_ready.version == version
+
+        self._pipeline_when(holds, timeout, f"the sender of RLPipeline {self.pipeline_name} to hold version {version}")
+
+    def wait_for_pool(self, name: str, wanted: Callable[[EnginePool], bool], timeout: float = 600.0) -> EnginePool:
+        """The EnginePool once it is as wanted, or as it was last seen when the time is over.
+
+        Needs ``get`` on enginepools; with ``watch`` it hears of changes at once.
+        """
+        wait = Wait(time.monotonic(), time.monotonic() + timeout, say_nothing)
+        return self._until(POOLS, name, EnginePool.from_dict, wait, wanted)
+
     def _pipeline_when(self, wanted: Callable[[RLPipeline], bool], timeout: float, what: str) -> RLPipeline:
         wait = Wait(time.monotonic(), time.monotonic() + timeout, say_nothing)
         found = self._pipeline_until(wait, wanted)
@@ -99,16 +120,22 @@ class Reader:
 
     def _pipeline_until(self, wait: Wait, wanted: Callable[[RLPipeline], bool]) -> RLPipeline:
         """The pipeline once it is as wanted, or as it was last seen when the time is over."""
+        return self._until(PIPELINES, self.pipeline_name, RLPipeline.from_dict, wait, wanted)
+
+    def _until(
+        self, plural: str, name: str, read: Callable[[dict[str, Any]], K], wait: Wait, wanted: Callable[[K], bool]
+    ) -> K:
+        """An object once it is as wanted, or as it was last seen when the time is over."""
         while True:
-            found = self._pipeline(wait.call_until())
+            raw = self._api.get(plural, name, wait.call_until())
+            found = read(raw)
             if wanted(found) or wait.left() <= 0:
                 return found
             opened = time.monotonic()
-            version = found.metadata.resource_version
-            for kind, obj in self._api.watch(PIPELINES, self.pipeline_name, version, wait.until):
+            for kind, obj in self._api.watch(plural, name, raw["metadata"]["resourceVersion"], wait.until):
                 if kind == "DELETED":
                     break
-                found = RLPipeline.from_dict(obj)
+                found = read(obj)
                 if wanted(found):
                     return found
             self._breathe(opened, wait)

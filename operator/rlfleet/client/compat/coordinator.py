@@ -2,8 +2,8 @@
 
 Invariants:
 - a refusal touches no engine: everything that can be refused is refused before the first request is made;
-- a shrink ends when the engines are proven asleep and their memory free, an expand when they serve the committed
-  version; neither is believed because a call returned.
+- a shrink ends when the engines are proven asleep and their memory free, an expand when they serve the version that was
+  made ready last; neither is believed because a call returned.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlfleet.api.v1alpha1 import EnginePool
-from rlfleet.api.v1alpha1.enginepool_status import EngineEntry, EngineState
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.client import errors
 from rlfleet.client.client import Client
 from rlfleet.client.compat import environment as env
+from rlfleet.client.compat.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 #: Names the namespace and the RLPipeline where the constructor gets no client.
 NAMESPACE, PIPELINE = "RLFLEET_NAMESPACE", "RLFLEET_PIPELINE"
-RESIZE_SECONDS = 600.0
 SYNC_SECONDS = 1800.0
 _MODE, _NO_ADAPTER = "actor_train", "__fft__"
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,10 @@ class MilesCoordinator:
     """Drop-in for rlix's MilesCoordinator. May be used by several threads.
 
     ``pipeline_id``: as there, without ``:``. ``pipeline_config``: ``verify_model_after_sync`` (False) and
-    ``num_gpus_per_node`` (8) are read, as attributes or keys. ``client``: default one for RLPipeline RLFLEET_PIPELINE
-    (else the id in lower case, with '-' for '_') in namespace RLFLEET_NAMESPACE (else "default"). Beside what Client
-    needs, the identity needs ``list`` on enginepools.
+    ``num_gpus_per_node`` (8: an engine fits on one node) are read, as attributes or keys. ``client``: default one for
+    RLPipeline RLFLEET_PIPELINE (else the id in lower case, with '-' for '_') in namespace RLFLEET_NAMESPACE (else
+    "default"). Beside what Client needs, the identity needs ``list`` and ``get`` on enginepools, and hears of changes
+    at once with ``watch``.
     """
 
     def __init__(self, *, pipeline_id: str, pipeline_config: Any, client: Client | None = None) -> None:
@@ -80,8 +78,10 @@ class MilesCoordinator:
         per_node = _read(pipeline_config, "num_gpus_per_node", 8)
         if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
             raise ValueError(f"pipeline_config.num_gpus_per_node must be a positive int, not {per_node!r}")
+        self._per_node = per_node
         name = os.environ.get(PIPELINE) or re.sub("[^a-z0-9]+", "-", pipeline_id.lower()).strip("-")
         self._client = client or Client(os.environ.get(NAMESPACE) or "default", name)
+        self._ranks = Ranks(self._client, pipeline_id)
         self._lock = threading.RLock()
         self._registered = False
         self._owner: Any = None
@@ -122,6 +122,7 @@ class MilesCoordinator:
             )
         log.info("transport mode: %s", mode)
         env.check_mixed(mode, train_gpu_ids, infer_gpu_ids, rollout_num_gpus_per_engine)
+        self._ranks.check_size(rollout_num_gpus_per_engine, self._per_node)
         if self._verify and pipeline.spec.sync.verify.value == "Off":
             raise RuntimeError("verify_model_after_sync is set, but spec.sync.verify of the RLPipeline is Off")
         with self._lock:
@@ -137,14 +138,32 @@ class MilesCoordinator:
             raise RuntimeError(f"rlfleet cannot carry out syncs for pipeline {self.pipeline_id!r}: {e}") from e
 
     def bootstrap_active_engines(self, engine_indices: Iterable[int]) -> None:
-        """Set the active engines, once; a second call is a RuntimeError, also for empty sets."""
+        """Set the active engines, once; a second call is a RuntimeError, also for empty sets.
+
+        With deferred start all others are put to sleep, as the coordinator's engines are after their start: the trainer
+        demands their devices, until an expand gives them back.
+        """
         wanted = set(engine_indices)
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in wanted):
             raise ValueError(f"engine_indices must be ints from 0, not {sorted(map(str, wanted))}")
         with self._lock:
             if self._bootstrapped:
                 raise RuntimeError("bootstrap_active_engines was called before: it sets the active engines once")
-            self._bootstrapped, self._active = True, wanted
+            self._bootstrapped = True
+        try:
+            if env.deferred_start():
+                self._ranks.rest([r for r in self._ranks.all_up() if r not in wanted], self._step(), None)
+        except BaseException:
+            with self._lock:
+                self._bootstrapped = False
+            raise
+        with self._lock:
+            self._active = wanted
+
+    def _step(self) -> int:
+        """The step that demands are for: the one that was made ready last."""
+        with self._lock:
+            return self._ready if self._ready is not None else -1
 
     def get_active_engines(self) -> frozenset[int]:
         """Indices of the engines that this trainer regards as active."""
@@ -154,21 +173,13 @@ class MilesCoordinator:
     def publish_cache_ready_step(self, step: int) -> int:
         """Say that the sender holds ``step`` (-1: base); waits until the operator sees it."""
         step = int(step)
-        self._await_ready(step)
+        try:
+            self._client.wait_for_sender(step, SYNC_SECONDS)
+        except errors.ClientError as e:
+            raise RuntimeError(f"step {step} is not ready: {e}") from e
         with self._lock:
             self._ready = step
         return step
-
-    def _await_ready(self, step: int) -> None:
-        deadline = time.monotonic() + SYNC_SECONDS
-        while True:
-            ready = self._client.pipeline().status.cache_ready
-            if ready is not None and ready.version == step:
-                return
-            if time.monotonic() >= deadline:
-                held = "nothing" if ready is None else f"version {ready.version}"
-                raise RuntimeError(f"the sender was to hold version {step}, the operator sees {held} there")
-            time.sleep(_POLL_SECONDS)
 
     # ---------------------------------------------------------------------------------------------- sync
 
@@ -180,17 +191,22 @@ class MilesCoordinator:
                 return int(step)
             if not self._registered:
                 raise RuntimeError("sync before register_model_update_resources")
+        self._bring(int(step))
+        return int(step)
+
+    def _bring(self, step: int) -> None:
+        """Have ``step`` committed, which all awake engines serve then; nothing is done where it is."""
+        with self._lock:
             incarnation = getattr(self._owner, "incarnation", None)
         try:
             self._client.sync(
-                int(step),
+                step,
                 sender_incarnation=incarnation if isinstance(incarnation, str) else None,
                 timeout=SYNC_SECONDS,
                 retries=1,
             )
         except errors.ClientError as e:
             raise RuntimeError(f"sync of step {step} failed: {e}") from e
-        return int(step)
 
     def sync_lora_weights(self, *, loras_to_sync: Any) -> None:
         """Not there: adapters are not synced."""
@@ -201,33 +217,18 @@ class MilesCoordinator:
     def resize_infer(self, dp_ranks_to_remove: Sequence[int], dp_ranks_to_add: Sequence[int]) -> ResizeResponse:
         """Put engines to sleep, then wake others; each list may be empty. Success, or an error."""
         remove, add = sorted(set(dp_ranks_to_remove)), sorted(set(dp_ranks_to_add))
-        if remove:
-            self._shrink(remove)
-        if add:
-            self._expand(add)
+        try:
+            if remove:
+                self._shrink(remove)
+            if add:
+                self._expand(add)
+        except errors.ClientError as e:
+            raise RuntimeError(f"resize of {remove} and {add} failed: {e}") from e
         return ResizeResponse()
 
     def _shrink(self, ranks: Sequence[int]) -> None:
         self._needs_registration("shrink")
-        limit = env.residual_gib()
-        entries = self._entries(ranks, limit)
-        blind = [r for r in ranks if not entries[r].gpus or entries[r].node is None]
-        if blind:
-            raise RuntimeError(
-                f"devices of engines {blind} are not known, so they cannot be freed one by one: use placement Pinned "
-                "or Claims, or nodes with NVML"
-            )
-        for rank in ranks:
-            row = entries[rank]
-            try:
-                self._client.request_gpus(
-                    self._ready if self._ready is not None else -1,
-                    cluster=_cluster(rank),
-                    devices=[{"node": row.node, "devices": list(row.gpus or ())}],
-                    timeout=RESIZE_SECONDS,
-                )
-            except errors.ClientError as e:
-                raise RuntimeError(f"shrink of engine {rank} failed: {e}") from e
+        self._ranks.rest(ranks, self._step(), env.residual_gib())
         with self._lock:
             self._active -= set(ranks)
 
@@ -235,55 +236,27 @@ class MilesCoordinator:
         self._needs_registration("expand")
         if self._ready is None:
             raise RuntimeError("expand before cache-ready: publish_cache_ready_step comes first")
-        entries = self._entries(ranks, None)
+        entries = self._ranks.entries(ranks, None)
         states = {entries[r].state for r in ranks}
         if states == {EngineState.ACTIVE}:
             if env.deferred_start():
                 raise RuntimeError(
-                    f"engines {list(ranks)} are active although {env.DEFER}=1: start their pool with spec.active 0"
+                    f"engines {list(ranks)} are active although {env.DEFER}=1: something woke them behind this trainer"
                 )
         elif states == {EngineState.OFFLOADED}:
-            for rank in ranks:
-                self._client.release_gpus(_cluster(rank))
-            self._until_active(ranks)
+            self._ranks.may_wake(ranks)
+            # What was made ready while nobody was active is not committed yet, and engines wake with what is committed.
+            self._bring(self._ready)
+            self._ranks.wake(ranks)
         else:
             found = ", ".join(f"{r}: {entries[r].state.value}" for r in ranks)
             raise RuntimeError(f"engines to expand are in heterogeneous states ({found}): all must be Offloaded")
         with self._lock:
             self._active |= set(ranks)
 
-    def _until_active(self, ranks: Sequence[int]) -> None:
-        deadline = time.monotonic() + RESIZE_SECONDS
-        while True:
-            entries = self._entries(ranks, None)
-            closed = {r: entries[r].state.value for r in ranks if entries[r].state is not EngineState.ACTIVE}
-            if not closed:
-                return
-            if time.monotonic() >= deadline:
-                raise RuntimeError(f"engines {closed} did not become Active in {RESIZE_SECONDS:g} s: see their pool")
-            time.sleep(_POLL_SECONDS)
-
     def _needs_registration(self, what: str) -> None:
         if not self._registered:
             raise RuntimeError(f"{what} before register_model_update_resources")
-
-    def _entries(self, ranks: Sequence[int], limit: float | None) -> dict[int, EngineEntry]:
-        """The engines of these ranks, from their pool's status. RuntimeError: unknown ones, or another memory limit."""
-        pools = [p for p in self._client.pools() if p.spec.pipeline == self._client.pipeline_name]
-        if len(pools) != 1:
-            names = ", ".join(p.metadata.name for p in pools) or "none"
-            raise RuntimeError(f"ranks are indices of engines in the pipeline's only EnginePool; it has: {names}")
-        pool: EnginePool = pools[0]
-        if limit is not None and limit != pool.spec.residual_memory_gi_b:
-            raise RuntimeError(
-                f"{env.RESIDUAL}={limit:g}, but spec.residualMemoryGiB of EnginePool {pool.metadata.name} is "
-                f"{pool.spec.residual_memory_gi_b:g}: make them agree"
-            )
-        found = {e.index: e for e in pool.status.engines}
-        missing = [r for r in ranks if r not in found]
-        if missing:
-            raise RuntimeError(f"engines {missing} have no process in EnginePool {pool.metadata.name}: scale it up")
-        return found
 
     # ---------------------------------------------------------------------------------------------- progress
 
@@ -304,8 +277,11 @@ class MilesCoordinator:
             log.warning("progress was not forwarded: %s: %s", type(e).__name__, e)
 
     def clear_progress_stream(self, *, mode: str | None, adapter_id: str | None) -> None:
-        """A stream is over; an unknown one is no error."""
-        self._client.clear_progress(f"{mode or _MODE}:{adapter_id or _NO_ADAPTER}")
+        """A stream is over; an unknown one is no error, and what cannot be forwarded is logged."""
+        try:
+            self._client.clear_progress(f"{mode or _MODE}:{adapter_id or _NO_ADAPTER}")
+        except errors.ClientError as e:
+            log.warning("the end of a stream was not forwarded: %s", e)
 
     # ---------------------------------------------------------------------------------------------- actors
 
@@ -330,10 +306,6 @@ class MilesCoordinator:
         """False: there is no placement group. Where pods run is the Kubernetes scheduler's decision."""
         log.info("no placement group to remove: the Kubernetes scheduler places engines")
         return False
-
-
-def _cluster(rank: int) -> str:
-    return f"resize-{rank}"
 
 
 def _read(config: Any, name: str, default: Any) -> Any:
