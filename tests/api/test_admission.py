@@ -346,6 +346,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TD, {"metadata.name": "r" * 64}, OF_PIPELINE),
     (TD, {"spec.trainer": None}, "spec.trainer: Required value"),
     (TD, {"spec.streams.0.collected": -1}, below("spec.streams[0].collected", -1, 0)),
+    (TD, {"spec.streams.0.collected": None}, "spec.streams[0].collected: Required value"),
+    (TD, {"spec.streams.0.remaining": 3}, 'unknown field "spec.streams[0].remaining"'),
     (TD, {"spec.requests.0.step": -2}, below("spec.requests[0].step", -2, -1)),
     (TD, {"spec.requests.0.cluster": "Actor Train"}, "spec.requests[0].cluster in body should match"),
     (SR, {"metadata.name": "r" * 64}, SHOWN),
