@@ -297,7 +297,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {"spec.routers": [{"name": "service", "type": "Readiness", "url": "http://10.0.0.9:1"}]},
-        'spec.routers[0].type: Invalid value: "object": type Readiness takes neither podSelector nor url nor port',
+        'spec.routers[0].type: Invalid value: "object": type Readiness takes neither podSelector nor url nor port: '
+        "Services select the engines' pods",
     ),
     (EP, {"spec.routers.0.url": "http://10.0.0.9:1"}, f"spec.routers[0]: {ONE_OF}"),
     (
