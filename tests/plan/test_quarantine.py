@@ -130,6 +130,7 @@ def test_the_pool_shows_it_quarantined_with_the_persons_reason() -> None:
             "name": "a-0", "uid": "u", "labels": {"rlfleet.dev/engine-index": "0"},
             "annotations": {"rlfleet.dev/quarantine": "bad GPU"},
         },
+        "spec": {"containers": []},
         "status": {"phase": "Running"},
     }  # fmt: skip
     fact = pod_fact(pod, owner_uid="x")

@@ -12,8 +12,13 @@ from rlfleet.control.explaining import Wanted
 from rlfleet.kube.config import Credentials
 from rlfleet.web.server import Standby, WebServer
 from tests.cli.fleets import recorded
+from tests.plan.rounds_kit import cache, engine, gate, ref, sender
+from tests.plan.test_explain import ask
 from tests.web.apiserver import Apiserver
 from tests.web.browser import Browser
+
+TWO = ref("me", 2, uid="dry-run")
+HOLDS = sender(cache(2))
 
 
 @pytest.fixture
@@ -27,13 +32,16 @@ async def apiserver() -> AsyncIterator[Apiserver]:
 
 @pytest.fixture
 async def page(apiserver: Apiserver) -> AsyncIterator[WebServer]:
-    """The web server of a standby: it can show, and not ask gates."""
+    """The web server of a leader that knows two engines of version 2; of other versions it is a standby."""
 
     async def where() -> Credentials:
         return Credentials(str(apiserver.server.make_url("")).rstrip("/"))
 
     async def report(namespace: str, name: str, wanted: Wanted | None) -> dict[str, Any]:
-        raise Standby("this replica is a standby")
+        if wanted is None or wanted.version != 2:
+            raise Standby("this replica is a standby")
+        said = ask(engine("a", gate()), engine("b", gate(), quarantined=True), wanted=TWO, holds=HOLDS)
+        return {"observed": {}, "explanation": said}
 
     server = WebServer("127.0.0.1", 0, where=where, report=report)
     await server.start()

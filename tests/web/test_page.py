@@ -149,3 +149,19 @@ async def test_the_token_is_kept_nowhere(browser: Browser, page: WebServer) -> N
     assert await browser.ask("document.getElementById('token').value") == ""
     await browser.go(f"http://127.0.0.1:{page.port}/?again")
     assert await browser.ask("document.getElementById('live').innerText") == "not connected"
+
+
+async def test_a_dry_run_is_asked_of_the_operator_and_its_answer_shown(browser: Browser, page: WebServer) -> None:
+    await show(browser, page)
+    await browser.until(TEXT, lambda t: "StagingDeadline" in (t or ""))
+    await browser.ask(
+        "document.querySelectorAll('summary').forEach(s => { s.parentElement.open = true });"
+        "const i = document.querySelector('input[data-key]'); i.value = '2'; i.dispatchEvent(new Event('input'));"
+        "i.form.requestSubmit()"
+    )
+    text = await browser.until("document.querySelector('[data-guess]').innerText", lambda t: "Would" in (t or ""))
+    assert "WouldRun Planned: 1 engines would take version 2" in text
+    assert "pause them (Retract), verified" in text
+    assert "stays out" in text
+    assert "a person keeps it out of service" in text
+    assert browser.complaints == []

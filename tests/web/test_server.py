@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
 import aiohttp
 import pytest
+from rich.console import Console
 
+from rlfleet.cli.asking import explained
 from rlfleet.web.server import WebServer
 from tests.cli.fleets import large
 from tests.web.apiserver import Apiserver
@@ -63,6 +66,22 @@ async def test_a_dry_run_needs_the_right_to_read_what_it_tells(page: WebServer, 
     assert asked == {
         f"{home}/rlpipelines/p", f"{home}/enginepools", f"{home}/syncrounds", "/api/v1/namespaces/t-8dbb0a5ba5/pods"
     }  # fmt: skip
+
+
+async def test_a_dry_run_answers_what_the_command_line_and_the_page_read(page: WebServer) -> None:
+    status, body, _ = await get(page, "/api/look?namespace=t-8dbb0a5ba5&pipeline=p&version=2", "one")
+    assert status == 200
+    said = body["explanation"]
+    assert said["would"] == "WouldRun"
+    assert said["mayMiss"] == 1
+    assert said["engines"][0] == {
+        "engine": "a", "pool": "pool", "joins": True, "why": "its gate answers and its engine is awake",
+        "transport": "Serialized", "rankOffset": None, "worldSize": 1,
+    }  # fmt: skip
+    drawn = StringIO()
+    Console(file=drawn, width=80, no_color=True).print(explained("ns/p", 2, said))
+    assert "a sync to v2 would run" in drawn.getvalue()
+    assert "b       stays out" in drawn.getvalue()
 
 
 @pytest.mark.parametrize(

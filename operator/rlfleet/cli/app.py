@@ -56,7 +56,7 @@ def build(prog: str = "rlfleet") -> typer.Typer:
 
 
 def _ending(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that is interrupted says so by its exit code; typer would end it as if it had failed."""
+    """Interrupted, or no longer read: typer would end the command as if it had failed."""
 
     @functools.wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -65,6 +65,10 @@ def _ending(function: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
+        except BrokenPipeError:
+            # Whoever read us has seen enough; without this Python complains while it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(int(Exit.OK)) from None
 
     return command
 
@@ -76,9 +80,6 @@ def run(arguments: Sequence[str], prog: str = "rlfleet") -> int:
     except CliError as e:
         print(f"{prog}: {e}", file=sys.stderr)
         return int(e.code)
-    except BrokenPipeError:
-        # Whoever read us has seen enough; without this Python complains while it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else int(Exit.OK)
     return int(Exit.OK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlfleet.api import wire
@@ -220,7 +220,6 @@ def _engine(name: str, found: Look) -> Obj:
 
 
 async def report(ctx: Context, namespace: str, name: str, wanted: Wanted | None) -> Obj:
-    """What is observed of the pipeline and, with ``wanted``, what that sync would do; plain JSON values."""
+    """What is observed of the pipeline and, with ``wanted``, what that sync would do (an Explanation)."""
     found = await look(ctx, namespace, name)
-    explanation: Mapping[str, Any] | None = asdict(would(found, wanted)) if wanted is not None else None
-    return {"observed": observed(found), "explanation": explanation}
+    return {"observed": observed(found), "explanation": None if wanted is None else would(found, wanted)}

@@ -1,0 +1,222 @@
+"""The command as a process: exit codes, pipes, terminals, watching, being interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.fleets import recorded
+from tests.web.apiserver import Apiserver
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "t-8dbb0a5ba5"
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+#: Seconds for a command; they only end a broken test.
+PATIENCE = 60.0
+
+
+@pytest.fixture
+async def apiserver() -> AsyncIterator[Apiserver]:
+    """Answers with the failed fleet."""
+    one = Apiserver(recorded("failed"))
+    await one.server.start_server()
+    yield one
+    await one.server.close()
+
+
+@pytest.fixture
+def kubeconfig(apiserver: Apiserver, tmp_path: Path) -> Path:
+    """Contexts for each of the tokens; the namespace stands in them."""
+    names = ("all", "one", "none", "forged")
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "all",
+        "clusters": [{"name": "c", "cluster": {"server": str(apiserver.server.make_url("")).rstrip("/")}}],
+        "users": [{"name": n, "user": {"token": n}} for n in names],
+        "contexts": [{"name": n, "context": {"cluster": "c", "user": n, "namespace": NAMESPACE}} for n in names],
+    }
+    file = tmp_path / "kubeconfig"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def environment(kubeconfig: Path, **more: str) -> dict[str, str]:
+    known = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "KUBERNETES_SERVICE_HOST")}
+    paths = {"PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}", "KUBECONFIG": str(kubeconfig)}
+    return {**known, **paths, "TERM": "xterm-256color", **more}
+
+
+async def start(kubeconfig: Path, *words: str, **how: Any) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rlfleet.app.cli",
+        *words,
+        env=environment(kubeconfig, **how.pop("env", {})),
+        stdout=how.pop("stdout", asyncio.subprocess.PIPE),
+        stderr=how.pop("stderr", asyncio.subprocess.PIPE),
+        **how,
+    )
+
+
+async def run(kubeconfig: Path, *words: str) -> tuple[int, str, str]:
+    process = await start(kubeconfig, *words)
+    async with asyncio.timeout(PATIENCE):
+        out, err = await process.communicate()
+    assert b"Traceback" not in err, err.decode()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def on_terminal(kubeconfig: Path, *words: str, **env: str) -> str:
+    """What the command writes to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    process = await start(kubeconfig, *words, stdout=theirs, stderr=theirs, env={"COLUMNS": "80", **env})
+    os.close(theirs)
+    seen = b""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except BlockingIOError:
+                await asyncio.sleep(0.02)
+                continue
+            except OSError:  # the other end is closed: the command has ended
+                break
+            if not chunk:
+                break
+            seen += chunk
+        await process.wait()
+    os.close(ours)
+    assert process.returncode == 0, seen
+    return seen.decode()
+
+
+async def test_in_a_pipe_it_is_plain_whole_and_without_trailing_blanks(kubeconfig: Path) -> None:
+    code, out, err = await run(kubeconfig, "status")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert any(len(line) > 80 for line in out.splitlines())
+    assert not any(line.endswith(" ") for line in out.splitlines())
+    # One line each, so that it can be searched.
+    assert "StagingDeadline: round p-v2-4afbc6dae8 failed in Staging: 4 of 4 gates did not receive the weights" in out
+
+
+async def test_on_a_terminal_it_has_colour_and_80_columns_unless_it_is_told_not_to(kubeconfig: Path) -> None:
+    for words in (("status",), ("rounds",)):
+        text = await on_terminal(kubeconfig, *words)
+        assert COLOUR.search(text)
+        assert all(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= 80 for line in text.splitlines())
+        assert not COLOUR.search(await on_terminal(kubeconfig, *words, NO_COLOR="1"))
+
+
+async def test_documents_are_alone_on_standard_output(kubeconfig: Path) -> None:
+    _, out, err = await run(kubeconfig, "status", "-o", "json")
+    assert json.loads(out)["pipelines"][0]["name"] == "p"
+    assert err == ""
+    _, out, _ = await run(kubeconfig, "rounds", "-o", "yaml", "--limit", "1")
+    assert [r["name"] for r in yaml.safe_load(out)["rounds"]] == ["p-v2-4afbc6dae8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("status", "--context", "forged"), 4, "does not accept these credentials"),
+        (("status", "--context", "none"), 4, "Ask for a Role that allows it"),
+        (("status", "-A", "--context", "one"), 4, "is forbidden"),
+        (("status", "--context", "nowhere"), 5, "--context"),
+        (("status", "nope"), 3, "not found"),
+        (("status", "--colour"), 2, "No such option"),
+        (("status", "-o", "xml"), 2, "xml"),
+        (("frobnicate",), 2, "No such command"),
+        (("explain", "p", "--operator", "http://127.0.0.1:1"), 5, "--web-bind"),
+    ],
+)
+async def test_every_failure_has_its_code_and_says_what_to_do(
+    kubeconfig: Path, words: tuple[str, ...], code: int, says: str
+) -> None:
+    found, out, err = await run(kubeconfig, *words)
+    assert (found, out) == (code, "")
+    assert says in " ".join(err.split())
+
+
+async def test_an_apiserver_that_is_away_is_named(kubeconfig: Path, apiserver: Apiserver) -> None:
+    await apiserver.server.close()
+    code, _, err = await run(kubeconfig, "status")
+    assert code == 5
+    assert "does not answer" in err
+    assert str(kubeconfig) in err
+
+
+async def test_a_watch_in_a_pipe_writes_one_block_for_each_change_and_ends_when_interrupted(
+    kubeconfig: Path, apiserver: Apiserver
+) -> None:
+    apiserver.objects = recorded("staging")
+    process = await start(kubeconfig, "status", "--watch", "--interval", "0.2")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            seen = ""
+            while "f-1-a74eb" not in seen:
+                seen += (await process.stdout.readline()).decode()
+            assert "now: Refresh p-v2-4afbc6dae8" in seen
+            apiserver.objects = recorded("failed")
+            while "f-1-a74eb" not in seen.partition("now: nothing")[2]:
+                seen += (await process.stdout.readline()).decode()
+            # The picture before was drawn once, however often it was looked at.
+            assert seen.count("now: ") == 2
+            process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert process.returncode == 130
+    assert err == b""
+
+
+async def test_a_reader_that_has_seen_enough_is_no_failure(kubeconfig: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = await start(kubeconfig, "status", stdout=write)
+    os.close(write)
+    async with asyncio.timeout(PATIENCE):
+        _, err = await process.communicate()
+    assert process.returncode == 0
+    assert err == b""
+
+
+async def test_completion_offers_commands_options_and_names_of_objects(kubeconfig: Path) -> None:
+    async def complete(*words: str) -> list[str]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from rlfleet.cli.completing import kubectl_complete; raise SystemExit(kubectl_complete())",
+            *words,
+            env=environment(kubeconfig),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        return out.decode().split()
+
+    assert await complete("ro") == ["rounds", "round", ":4"]
+    assert "--all-namespaces" in await complete("status", "--")
+    assert await complete("round", "show", "p-v") == [
+        "p-v1-0028ca96bc", "p-v2-4afbc6dae8", "p-vbase-866d829f36", ":4"
+    ]  # fmt: skip
+    assert await complete("round", "show", "--context", "forged", "p-v") == [":4"]
