@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, wait_until
 from e2e.scenarios.test_rounds import serialized_fleet
@@ -67,11 +69,30 @@ def test_a_gate_that_falls_silent_while_it_loads_leaves_time_to_prove_the_others
     fleet: Fleet, cluster: LocalCluster
 ) -> None:
     pods = serialized_fleet(fleet, 2, sync=paused_seconds(8))
+    old = {p["metadata"]["uid"] for p in pods}
     fleet.fault(pods[0], DISK, action="hang", times=1)
     name = started(fleet, 1, "Transferring")
     cluster.hollow.freeze(fleet.namespace, pods[0]["metadata"]["name"], "gate")
+
+    def successor() -> dict[str, Any] | None:
+        """The new pod, its gate stopped as soon as it runs: one that takes its time to start."""
+        for pod in fleet.engines():
+            if pod["metadata"]["uid"] not in old:
+                with suppress(HollowError):
+                    cluster.hollow.freeze(fleet.namespace, pod["metadata"]["name"], "gate")
+                    return pod
+        return None
+
+    fresh = wait_until(successor, "the silent one to be replaced", every=0.02)
+    for attempt in (8, 9):
+        # A round that holds tells others their end in each of its turns, and replaces at the end of one.
+        called_off = fleet.order(1, attempt, cancel=True)
+        wait_until(lambda called_off=called_off: fleet.phase(called_off) == "Cancelled", "a turn of the round")
+    assert fleet.phase(name) == "Holding"
+    assert "deletionTimestamp" not in fleet.pod(fresh["metadata"]["name"])["metadata"]
+    cluster.hollow.thaw(fleet.namespace, fresh["metadata"]["name"], "gate")
     done = fleet.ended(name)
-    # The silent one is replaced; the other one had its weights, and nobody threw them away.
+    # The other one had its weights, and nobody threw them away.
     assert done["status"]["phase"] == "Succeeded", done["status"]
     assert fleet.label(pods[1]) == "1"
     assert not fleet.paused(pods[1])

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlfleet.api import wire
 from rlfleet.plan.holding import (
+    LASTING_SECONDS,
+    NEWCOMER_SECONDS,
     START_OVERS,
     Move,
     RefusedTurn,
@@ -16,10 +19,12 @@ from rlfleet.plan.holding import (
     Wishes,
     inherited,
     left_closed,
+    overdue,
+    planned_pods,
     refused_turn,
     turn,
 )
-from rlfleet.plan.rounds import Committed
+from rlfleet.plan.rounds import Committed, Member, RoundPlan
 from rlfleet.plan.verdicts import Entry, Next, enter
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, engine, gate
 
@@ -122,3 +127,16 @@ def test_a_takeover_of_a_refused_round_goes_on_holding() -> None:
     assert enter("Pending", committed=False, planned=False, refused=True) is Entry.PLAN  # it was starting over
     assert enter("Holding", committed=False, planned=True) is Entry.JUDGE
     assert enter("Holding", committed=True, planned=False, refused=True) is Entry.REOPEN
+
+
+def test_whom_the_round_knew_is_replaced_soon_and_who_came_later_gets_the_time_to_start() -> None:
+    plan = RoundPlan(
+        (Member("a", "uid-a", "i1", wire.Transport.SERIALIZED),), 2, silent=("quiet", "gone"), blocked=("uid-stuck",)
+    )
+    engines = [engine("a"), engine("quiet"), engine("stuck"), engine("new")]
+    planned = planned_pods(plan, engines)
+    assert planned == {"uid-a", "uid-quiet", "uid-stuck"}
+    since = {"uid-a": 10.0, "uid-stuck": 10.0 - LASTING_SECONDS, "uid-new": 10.0 - LASTING_SECONDS}
+    assert overdue(since, planned=planned, now=10.0) == {"uid-stuck"}, "one lost answer is no reason"
+    assert overdue(since, planned=planned, now=10.0 + LASTING_SECONDS) == {"uid-a", "uid-stuck"}
+    assert "uid-new" in overdue(since, planned=planned, now=10.0 - LASTING_SECONDS + NEWCOMER_SECONDS)

@@ -8,16 +8,22 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlfleet.plan.rounds import Committed, Engine
+from rlfleet.plan.rounds import Committed, Engine, RoundPlan
 from rlfleet.plan.verdicts import Next, at_committed
 
 #: How often a round that was refused while it holds inherited engines starts over.
 START_OVERS = 3
+#: Seconds for which an engine must be in the way without a break before its pod is replaced, once time is spent: that
+#: one answer was lost is no reason.
+LASTING_SECONDS = 2.0
+#: The same for a pod that came after the round was planned. It had no share of pausedSeconds, and its gate must start
+#: before it can be fenced: replaced any sooner, each new pod would only make room for the next one.
+NEWCOMER_SECONDS = 60.0
 
 
 class Move(StrEnum):
@@ -116,6 +122,19 @@ def refused_turn(t: RefusedTurn) -> Move:
     if t.spent:
         return Move.REPLACE if t.on_failure == "Replace" else Move.ASK
     return Move.WAIT
+
+
+def planned_pods(plan: RoundPlan, engines: Iterable[Engine]) -> frozenset[str]:
+    """UIDs of the pods that the round's plan names in any way."""
+    silent = {e.pod_uid for e in engines if e.name in plan.silent}
+    return frozenset({*(m.pod_uid for m in plan.members), *plan.blocked, *silent})
+
+
+def overdue(since: Mapping[str, float], *, planned: Collection[str], now: float) -> frozenset[str]:
+    """Of the pods in the way those to replace when time is spent. ``since``: from when on each has been in the way."""
+    return frozenset(
+        uid for uid, at in since.items() if now - at >= (LASTING_SECONDS if uid in planned else NEWCOMER_SECONDS)
+    )
 
 
 def left_closed(ended: Mapping[str, Any]) -> frozenset[str]:

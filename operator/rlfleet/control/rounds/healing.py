@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from rlfleet.api import wire
@@ -21,7 +21,7 @@ from rlfleet.control.rounds.exits import look_for_exits
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS
-from rlfleet.plan.holding import Move, Turn, turn
+from rlfleet.plan.holding import Move, Turn, overdue, planned_pods, turn
 from rlfleet.plan.rounds import Member, RoundRef, held
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
@@ -47,6 +47,7 @@ class Healing:
         self.ledger = closing.ledger
         self.fleet = closing.fleet
         self.ctx = closing.ctx
+        self.in_the_way = InTheWay(closing.run)
 
     async def hold(self, transfer: Transfer) -> None:
         """Stay until an exit applies, then take it."""
@@ -56,6 +57,7 @@ class Healing:
             await self.ledger.still_ours()
             await hear_demands(self.run)
             outcome, verdicts = await self.closing.look(transfer)
+            self.in_the_way.see({*outcome.missing, *outcome.unfenced, *outcome.blocked})
             if outcome.next in (Next.HOLD, Next.WAIT_FENCE) and (message := self._message(outcome)) != said:
                 waits = outcome.next is Next.WAIT_FENCE
                 await self.run.phase("Holding", Reason.NOT_ALL_FENCED if waits else Reason.HOLDING, message)
@@ -75,7 +77,7 @@ class Healing:
             if move is Move.HEAL:
                 await self._heal(transfer, verdicts)
             elif move is Move.REPLACE:
-                await replace_pods(self.run, {*outcome.missing, *outcome.unfenced, *outcome.blocked})
+                await self.in_the_way.replace(planned_pods(transfer.plan, self.fleet.engines.values()))
             elif move is Move.ASK and not asked:
                 spent = "pausedSeconds are" if self._late() else f"{LOAD_TRIES} tries for each of them are"
                 note = f"{spent} spent and onFailure is Hold: delete the named pods, or cancel the round"
@@ -223,15 +225,29 @@ class Healing:
             await self.fleet.poll(names)
 
 
-async def replace_pods(run: Executor, names: Iterable[str]) -> None:
-    """Delete pods that do not heal (owned ones, by UID); their pool makes new ones."""
-    for name in sorted(names):
-        engine = run.fleet.engines.get(name)
-        if engine is None or engine.gone or engine.leaving or not engine.owned:
-            continue
-        try:
-            await run.ledger.kube.delete(PODS, run.ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
-        except (NotFound, Conflict):
-            continue  # it is gone or another pod already: the next look tells
-        except ApiError as e:
-            log.warning("pod not replaced", extra={"pod": name, "why": str(e)})
+class InTheWay:
+    """Engines that keep a round in Holding, and for how long. A successor measures anew, so it waits no shorter."""
+
+    def __init__(self, run: Executor) -> None:
+        self._run = run
+        self._since: dict[str, float] = {}
+
+    def see(self, names: Iterable[str]) -> None:
+        """These are in the way now, and no others."""
+        now, engines = self._run.ctx.clock.monotonic(), self._run.fleet.engines
+        uids = {engines[n].pod_uid for n in names if n in engines}
+        self._since = {uid: self._since.get(uid, now) for uid in uids}
+
+    async def replace(self, planned: Collection[str]) -> None:
+        """Delete pods that have not healed (owned ones, by UID); their pool makes new ones."""
+        run = self._run
+        late = overdue(self._since, planned=planned, now=run.ctx.clock.monotonic())
+        for name, engine in sorted(run.fleet.engines.items()):
+            if engine.pod_uid not in late or engine.gone or engine.leaving or not engine.owned:
+                continue
+            try:
+                await run.ledger.kube.delete(PODS, run.ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
+            except (NotFound, Conflict):
+                continue  # it is gone or another pod already: the next look tells
+            except ApiError as e:
+                log.warning("pod not replaced", extra={"pod": name, "why": str(e)})

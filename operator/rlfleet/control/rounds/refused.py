@@ -16,7 +16,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.demand import hear_demands
 from rlfleet.control.rounds.exits import look_for_exits
-from rlfleet.control.rounds.healing import TURN_SECONDS, replace_pods
+from rlfleet.control.rounds.healing import TURN_SECONDS, InTheWay
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.control.rounds.preparing import frozen
 from rlfleet.kube.errors import NotFound
@@ -94,12 +94,13 @@ class RefusedHold:
         refused = dict(self.ledger.round_status["refused"])
         uids = frozenset(refused.get("podUIDs") or [])
         began = self.ctx.clock.monotonic()
-        asked = False
+        asked, in_the_way = False, InTheWay(self.run)
         while True:
             await self.ledger.still_ours()
             await self._observe()
             await hear_demands(self.run)
             closed = self.closed(uids)
+            in_the_way.see(closed)
             wishes, newer = await look_for_exits(self.run, self.ending)
             rested = fresh or self.ctx.clock.monotonic() >= began + START_OVER_SECONDS
             move = refused_turn(
@@ -123,7 +124,7 @@ class RefusedHold:
             if await self._leave(move, refused, newer):
                 return False
             if move is Move.REPLACE:
-                await replace_pods(self.run, closed)
+                await in_the_way.replace(uids)
             elif move is Move.ASK and not asked:
                 note = "pausedSeconds are spent and onFailure is Hold: delete these pods, or cancel the round"
                 said = self._message(Reason.parse(refused["reason"]), str(refused["message"]), closed)
