@@ -7,7 +7,10 @@ container's command as a process, without its image).
 from __future__ import annotations
 
 import json
-import time
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,15 +211,70 @@ def test_features_off_then_on_then_off(bare: LocalCluster, tmp_path: Path) -> No
         "podLabels": {"a": "b"},
         "crds": {"upgrade": {"enabled": True}},
     }
-    for values in (off, on, off):
+    for verb, values in (("install", off), ("upgrade", on), ("upgrade", off)):
         release = Release(bare, tmp_path, values)
-        release.helm("install" if values is off and not release_exists(bare) else "upgrade")
-        began = time.monotonic()
+        release.helm(verb)
         wait_until(lambda r=release: r.leader() in r.pods(), "a leader")  # type: ignore[misc]
-        assert time.monotonic() - began < 120
     run_helm(bare, "rollback", "rlfleet", "2", f"--namespace={NAMESPACE}", "--wait", "--timeout=120s")
     release.uninstall()
+    assert release.left() == []
 
 
-def release_exists(cluster: LocalCluster) -> bool:
-    return bool(json.loads(run_helm(cluster, "list", f"--namespace={NAMESPACE}", "-o", "json")))
+@pytest.mark.slow
+def test_the_page_works_as_written(bare: LocalCluster, tmp_path: Path) -> None:
+    page = (ROOT / "docs/install.md").read_text()
+    commands = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(commands) == 5
+    values = tmp_path / "hollow.json"
+    values.write_text(json.dumps(ON_HOLLOW_NODES))
+    # What hollow nodes need is added behind the page's back; everything else is as it says.
+    program = bare.program("helm")
+    wrapper = tmp_path / "bin" / "helm"
+    wrapper.parent.mkdir()
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$1" in install|upgrade) set -- "$@" --values={values} ;; esac\nexec {program} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    path = (wrapper.parent, program.parent, Path(sys.executable).parent)
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", "\n".join(commands)],
+        cwd=ROOT,
+        env={
+            "KUBECONFIG": str(bare.kubeconfig),
+            "HOME": str(bare.state),
+            "PATH": os.pathsep.join([*map(str, path), "/usr/bin:/bin"]),
+            "PYTHONPATH": "operator:.",
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [c for c in bare.get("crd")["items"] if c["spec"]["group"] == labels.GROUP]
+
+
+@pytest.mark.slow
+def test_upgrade_from_the_chart_that_held_roles_only(bare: LocalCluster, tmp_path: Path) -> None:
+    """The first chart had no Deployment: operators ran beside it and had made their key already."""
+    bare.kubectl("apply", "--server-side", *(f"--filename={f}" for f in sorted((ROOT / "crds").glob("rlfleet.dev_*"))))
+    words = ("rlfleet", str(Path(__file__).parent / "previous"), f"--namespace={NAMESPACE}")
+    run_helm(bare, "install", *words)
+    seed = tmp_path / "seed"
+    seed.write_bytes(bytes(range(32)))
+    bare.kubectl(
+        "create",
+        "secret",
+        "generic",
+        "rlfleet-signing-key",
+        f"--from-file=ed25519.seed={seed}",
+        f"--namespace={NAMESPACE}",
+    )
+    release = Release(bare, tmp_path, {})
+    key = release.key()
+    release.helm("upgrade")
+    wait_until(lambda: release.leader() in release.pods(), "a leader")
+    assert release.key()["data"] == key["data"]
+    assert "Phase:          Succeeded" in release.test()
+    release.uninstall()
+    assert release.left() == []
