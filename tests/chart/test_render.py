@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlfleet.api import crdgen
 from rlfleet.app import settings
@@ -355,3 +356,8 @@ def test_values_that_contradict_each_other_are_refused(tmp_path: Path, values: O
 
 def test_a_parent_chart_may_have_globals(tmp_path: Path) -> None:
     assert chart(tmp_path, {"global": {"anything": 1}})
+
+
+def test_values_of_the_chart_before_are_still_understood(tmp_path: Path) -> None:
+    before = yaml.safe_load((Path(__file__).parent / "previous/values.yaml").read_text())
+    assert chart(tmp_path, before)
