@@ -6,14 +6,15 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from e2e.chart import __main__ as command
 from e2e.chart import base, readme
 from e2e.chart.readme import CHART, UndocumentedError, comments, values
+from e2e.cluster.programs import ensure_programs
 from rlfleet import __version__
 from rlfleet.api import crdgen, labels
 from tests.chart.kit import chart
@@ -21,17 +22,8 @@ from tests.chart.kit import chart
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_committed_files_are_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "e2e.chart", "--check"],
-        cwd=ROOT,
-        env={"PYTHONPATH": "operator:.", "HOME": str(Path.home()), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_committed_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_comment_belongs_to_the_key_right_below_it() -> None:
@@ -100,8 +92,6 @@ def test_chart_metadata_names_what_is_in_it() -> None:
 
 
 def test_helm_finds_nothing_to_complain_about(tmp_path: Path) -> None:
-    from e2e.cluster.programs import ensure_programs
-
     copy = tmp_path / "rlfleet"
     shutil.copytree(CHART, copy)
     done = subprocess.run(
