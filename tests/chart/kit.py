@@ -19,6 +19,7 @@ Obj = dict[str, Any]
 #: Everything that is off by default, on.
 ON: Obj = {
     "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prom"}}, "podMonitor": {"enabled": True}},
+    "alerts": {"enabled": True, "labels": {"release": "prom"}},
     "dashboards": {"enabled": True, "annotations": {"grafana_folder": "rlfleet"}},
     "crds": {"upgrade": {"enabled": True}},
     "trainers": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from e2e.chart.readme import CHART
 from rlfleet.api import crdgen
 from rlfleet.app import settings
 from rlfleet.app.hooks.uninstall import KINDS
@@ -361,3 +363,17 @@ def test_a_parent_chart_may_have_globals(tmp_path: Path) -> None:
 def test_values_of_the_chart_before_are_still_understood(tmp_path: Path) -> None:
     before = yaml.safe_load((Path(__file__).parent / "previous/values.yaml").read_text())
     assert chart(tmp_path, before)
+
+
+def test_alerts_and_dashboards_are_the_files_of_the_chart(tmp_path: Path) -> None:
+    objects = chart(tmp_path, ON)
+    rule = one(objects, "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "prom"
+    maps = of_kind(objects, "ConfigMap")
+    files = {file.name: json.loads(file.read_text()) for file in (CHART / "files/dashboards").glob("*.json")}
+    assert files
+    assert {name: json.loads(text) for o in maps for name, text in o["data"].items()} == files
+    for o in maps:
+        assert o["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert o["metadata"]["annotations"] == {"grafana_folder": "rlfleet"}
