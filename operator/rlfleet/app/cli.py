@@ -65,7 +65,8 @@ def _operator(arguments: argparse.Namespace) -> int:
     import asyncio
     import os
 
-    from rlfleet.app import logs, settings
+    from rlfleet import logs
+    from rlfleet.app import settings
     from rlfleet.app.operator import Operator
 
     try:

@@ -34,7 +34,6 @@ from rlfleet.control.context import Context, Kind, NoTraces, QueueKey, SystemClo
 from rlfleet.control.deletion import watch_deletion
 from rlfleet.control.explaining import Wanted, report
 from rlfleet.control.keys import SigningKeyError, SigningKeys
-from rlfleet.control.logkeys import bound
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
@@ -48,6 +47,7 @@ from rlfleet.kube.leader import Elector
 from rlfleet.kube.limiter import RateLimiter
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
+from rlfleet.logkeys import bound
 from rlfleet.web.server import Standby, WebServer
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from rlfleet.control.identity import (
     shown_above,
     take_over,
 )
-from rlfleet.control.logkeys import bound
 from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.queue import After, Done, Result, Retry
 from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair, trouble_of
@@ -50,6 +49,7 @@ from rlfleet.control.train_blocks import ensure_claims
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
+from rlfleet.logkeys import bound
 from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
 from rlfleet.plan.elastic import wanted_pods

@@ -14,9 +14,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from rlfleet import logs
 from rlfleet.gate.app import Gate
 from rlfleet.gate.config import ConfigError, GateConfig, load_config
-from rlfleet.gate.logs import set_up_logging
 from rlfleet.gate.server import GateServer
 from rlfleet.gate.store import StoreError
 from rlfleet.serving import listen
@@ -73,7 +73,8 @@ def run(env: Mapping[str, str]) -> int:
     except ConfigError as e:
         print(f"rlfleet gate: {e}", file=sys.stderr)
         return 2
-    set_up_logging(
+    logs.configure(
+        "json",
         env.get("RLFLEET_LOG_LEVEL", "INFO").upper(),
         {"pod": config.pod_name, "engine": config.engine_name, "podUID": config.pod_uid},
     )

@@ -16,10 +16,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from rlfleet import logkeys
 from rlfleet.api import wire
 from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
-from rlfleet.control import logkeys
 from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import take_over_round
 from rlfleet.control.rounds.closing import Closing

@@ -1,6 +1,6 @@
-"""Logging of the operator process: one JSON object per line, or text for people; both keyed alike.
+"""Logging of operator and gate: one JSON object per line, or text for people; both keyed alike.
 
-Invariant: every line of a reconcile carries its keys (control.logkeys: pipeline or pool, round, roundUID, generation),
+Invariant: every line of a reconcile carries its keys (rlfleet.logkeys: pipeline or pool, round, roundUID, generation),
 and nothing that looks like a token or a private key leaves the process, whatever a message or an exception contains.
 """
 
@@ -11,10 +11,11 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from rlfleet.control import logkeys
+from rlfleet import logkeys
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: JSON web tokens, other bearer tokens, and private keys in PEM.
@@ -34,12 +35,16 @@ def redacted(text: str) -> str:
 
 def keys_of(record: logging.LogRecord) -> dict[str, Any]:
     """The keys of the running reconcile and what ``extra`` adds, which wins."""
-    own = {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")}
+    own = {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_") and v is not None}
     return {**logkeys.current(), **own}
 
 
 class JsonFormatter(logging.Formatter):
-    """``{"time", "level", "logger", "message", ...}`` with the keys of the line."""
+    """``{"time", "level", "logger", "message", ...}`` with the keys of the line; ``fields`` are in every one."""
+
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self._fields = dict(fields or {})
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -48,6 +53,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
             **keys_of(record),
         }
         if record.exc_info:
@@ -76,10 +82,10 @@ def _plain(value: Any) -> str:
     return json.dumps(value, default=str, separators=(",", ":"))
 
 
-def configure(log_format: str, level: str) -> None:
-    """Send all logs to stderr."""
+def configure(log_format: str, level: str, fields: Mapping[str, Any] | None = None) -> None:
+    """Send all logs to stderr. ``fields``: what every JSON line has besides its own."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(fields) if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)

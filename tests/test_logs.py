@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from rlfleet.api.tokens import Scope
-from rlfleet.app.logs import JsonFormatter, TextFormatter, redacted
-from rlfleet.control.logkeys import add, bound
+from rlfleet.logkeys import add, bound
+from rlfleet.logs import JsonFormatter, TextFormatter, redacted
 
 TOKEN = "eyJhbGciOiJFZERTQSJ9.eyJhdWQiOlsieCJdfQ.c2lnbmF0dXJlLW9mLWl0"
 PEM = "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2VwBCIEIA==\n-----END PRIVATE KEY-----"
@@ -42,6 +42,12 @@ async def test_keys_follow_into_tasks_and_into_no_other_reconcile() -> None:
 
     lines = await asyncio.gather(reconcile("ns/a"), reconcile("ns/b"), logged())
     assert [json.loads(x).get("pipeline") for x in lines] == ["ns/a", "ns/b", None]
+
+
+def test_a_gate_s_lines_say_whose_they_are_and_leave_out_what_is_not_known() -> None:
+    line = json.loads(JsonFormatter({"pod": "e-0"}).format(record("operation ended", kind="Load", error=None)))
+    assert (line["pod"], line["kind"]) == ("e-0", "Load")
+    assert "error" not in line
 
 
 def test_text_has_the_same_keys_behind_the_message() -> None:
