@@ -441,12 +441,16 @@ ENGINES = Board(
                 Panel(
                     "Bytes received",
                     L,
-                    (
-                        (f"sum(rate(rlfleet_gate_received_bytes_total{{{POOL}}}[$__rate_interval]))", "received"),
-                        (f"sum(rlfleet_gate_staged_bytes{{{POOL}}})", "staged (bytes)"),
-                    ),
-                    "Checked bytes, per second, and what lies in the memory volumes.",
+                    ((f"sum(rate(rlfleet_gate_received_bytes_total{{{POOL}}}[$__rate_interval]))", "received"),),
+                    "Checked bytes of buckets.",
                     "Bps",
+                ),
+                Panel(
+                    "Bytes staged",
+                    L,
+                    ((f"sum(rlfleet_gate_staged_bytes{{{POOL}}})", "staged"),),
+                    "What lies in the gates' memory volumes.",
+                    "bytes",
                 ),
                 Panel(
                     "Operations that did not succeed",
@@ -465,7 +469,7 @@ ENGINES = Board(
                     A,
                     (
                         (
-                            f"sum by (reason) (increase(rlfleet_gate_refusals_total{{{POOL}}}[$__rate_interval]))",
+                            f"sum by (reason) (increase(rlfleet_gate_refusals_total{{{POOL}}}[$__rate_interval])) > 0",
                             "{{reason}}",
                         ),
                     ),

@@ -67,13 +67,17 @@ def draw(board: Board, prometheus: Prometheus, variables: dict[str, str], start:
 def _series(
     panel: Panel, prometheus: Prometheus, variables: dict[str, str], start: float, end: float
 ) -> list[tuple[str, list[float], list[float]]]:
-    step = max(1.0, (end - start) / _POINTS)
+    step = _step(start, end)
     found = []
     for expression, legend in panel.queries:
         for one in prometheus.range(concrete(expression, variables, "15s"), start, end, step):
             values = [(float(t), float(v)) for t, v in one["values"]]
             found.append((_named(legend, one["metric"]), [t for t, _ in values], [v for _, v in values]))
     return found
+
+
+def _step(start: float, end: float) -> float:
+    return max(1.0, (end - start) / _POINTS)
 
 
 def _named(legend: str, labels: dict[str, str]) -> str:
@@ -88,12 +92,15 @@ def _fill(
     series = _series(panel, prometheus, variables, start, end)
     if panel.kind is Kind.STAT:
         axes.axis("off")
-        shown = [f"{_text(values[-1], panel.unit)} {name}" for name, _, values in series[:3]]
+        now = [s for s in series if end - s[1][-1] < 2 * _step(start, end)]
+        shown = [f"{_text(values[-1], panel.unit)} {name}" for name, _, values in now[:3]]
         axes.text(0, 0.35, "\n".join(shown) or "no data", fontsize=12 if len(shown) < 3 else 9, va="center")
         return
     if panel.kind is Kind.STATES:
         _states(axes, series, start, end)
         return
+    if panel.kind is Kind.STACKED:
+        series = [s for s in series if any(v for v in s[2])]
     scale = {"percentunit": 100.0, "bytes": 2.0**-20, "Bps": 2.0**-20}.get(panel.unit, 1.0)
     if panel.kind is Kind.STACKED and series:
         _stacked(axes, series, scale)
@@ -121,7 +128,7 @@ def _stacked(axes: Axes, series: list[tuple[str, list[float], list[float]]], sca
 def _states(axes: Axes, series: list[tuple[str, list[float], list[float]]], start: float, end: float) -> None:
     shown = series[:14]
     for row, (_, times, values) in enumerate(shown):
-        step = (end - start) / _POINTS
+        step = _step(start, end)
         for t, value in zip(times, values, strict=True):
             axes.barh(row, step / 86400, left=_date(t), height=0.7, color=_STATES.get(int(value), "#888888"))
     axes.set_yticks(range(len(shown)), [name for name, _, _ in shown], fontsize=6)

@@ -11,8 +11,8 @@ import yaml
 FILE = Path(__file__).resolve().parents[2] / "charts/rlfleet/files/alerts.yaml"
 #: What only makes an alert wait: ages, windows and numbers of repetitions. What it looks at stays as it is.
 _SOONER = (
-    (re.compile(r"\[(5|10|15)m\]"), "[15s]"),
-    (re.compile(r"\[(30m|1h)\]"), "[60s]"),
+    (re.compile(r"\[(5|10)m\]"), "[15s]"),
+    (re.compile(r"\[(15m|30m|1h)\]"), "[60s]"),
     (re.compile(r"> (30|240|1800)(?!\d)"), "> 1"),
     (re.compile(r"> (3|5)$"), "> 1"),
 )

@@ -171,6 +171,7 @@ EMPTY = {
     "Staleness of samples",
     "Operations that did not succeed",
     "Quarantines by reason",
+    "Refusals by reason",
 }
 
 

@@ -153,6 +153,20 @@ def test_an_ended_round_is_counted_by_parts_and_members() -> None:
         assert line in text, line
 
 
+def test_a_round_that_nobody_claimed_leaves_the_parts_of_the_one_before_it() -> None:
+    made = OperatorMetrics()
+    made.round_ended("ns", "p", summarize(ENDED))
+    made.round_ended(
+        "ns", "p", summarize(a_round(phase="Expired", outcome="Expired", finishedAt="2026-01-01T00:01:00Z"))
+    )
+    text = made.render().decode()
+    assert 'rlfleet_last_round_phase_seconds{namespace="ns",phase="stage",pipeline="p"} 2.5' in text
+    ends = [line for line in text.splitlines() if line.startswith("rlfleet_last_round_end_timestamp_seconds{")]
+    assert ends == [
+        'rlfleet_last_round_end_timestamp_seconds{namespace="ns",outcome="Expired",pipeline="p"} 1.76722566e+09'
+    ]
+
+
 def test_a_round_that_several_operators_ran_counts_from_its_first_claim() -> None:
     status = {**ENDED["status"], "timings": {"totalMs": 1000}}
     assert summarize(a_round(**status)).duration == 10
@@ -192,3 +206,10 @@ def test_the_oldest_deletion_that_waits_is_shown_per_kind() -> None:
     assert f"{series} 100.0" in made.render().decode()
     made.deleting("SyncRound", "ns", "a", None)
     assert f"{series} " not in made.render().decode()
+
+
+def test_the_docs_name_only_metrics_that_exist() -> None:
+    root = PACKAGE.parents[1]
+    for page in [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]:
+        for name in re.findall(r"\brlfleet_[a-z_]+\b", page.read_text()):
+            assert metrics.find(name) is not None, f"{page.relative_to(root)} names {name}"

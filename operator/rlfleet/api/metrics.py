@@ -137,7 +137,7 @@ OPERATOR: tuple[Metric, ...] = (
     Metric(
         "rlfleet_last_round_phase_seconds",
         G,
-        "Duration of the parts of the last Refresh that ended.",
+        "Duration of the parts of the last Refresh that was claimed and ended.",
         (NAMESPACE, PIPELINE, PART),
     ),
     Metric(

@@ -71,12 +71,14 @@ class OperatorMetrics:
             counter = made.counter("rlfleet_paused_seconds_total")
             self._owned.count(owner, counter, (namespace, pipeline), paused)
         if kind == "Refresh":
+            at = made.gauge("rlfleet_last_round_end_timestamp_seconds")
+            key = at, (namespace, pipeline, outcome)
+            self._owned.replace(("last", namespace, pipeline), {key: ended.ended_at})
+        if kind == "Refresh" and ended.duration is not None:
+            # A round that nobody claimed has no parts: those of the one before it stay.
             last = made.gauge("rlfleet_last_round_phase_seconds")
-            wanted: dict[Series, float] = {(last, (namespace, pipeline, p)): t for p, t in ended.parts.items()}
-            wanted[made.gauge("rlfleet_last_round_end_timestamp_seconds"), (namespace, pipeline, outcome)] = (
-                ended.ended_at
-            )
-            self._owned.replace(("last", namespace, pipeline), wanted)
+            parts: dict[Series, float] = {(last, (namespace, pipeline, p)): t for p, t in ended.parts.items()}
+            self._owned.replace(("parts", namespace, pipeline), parts)
 
     def round_refused(self, reason: str) -> None:
         """A try to move a round was refused."""
@@ -97,7 +99,7 @@ class OperatorMetrics:
     def pipeline(self, namespace: str, name: str, obj: Mapping[str, Any] | None) -> None:
         """A pipeline as last read or written; None: it is gone."""
         if obj is None:
-            for what in ("pipeline", "round", "last", "counts"):
+            for what in ("pipeline", "round", "last", "parts", "counts"):
                 self._owned.replace((what, namespace, name), {})
             return
         numbers = pipeline_numbers(obj)
