@@ -29,6 +29,8 @@ _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"", "bash", "python"}
 #: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
 _README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
+#: Pages whose bash blocks are executed: here, and security.md by e2e/scenarios/test_key_rotation.py.
+_EXECUTED = ("README.md", "quickstart.md", "install.md", "security.md")
 _KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
 
 
@@ -47,7 +49,7 @@ def test_no_command_hides_from_these_tests() -> None:
         assert languages <= _LANGUAGES, f"{page}: commands stand in bash blocks, which are executed"
         if page.parent.name == "runbooks":
             continue  # e2e/scenarios/test_observability.py executes them
-        if page.name not in ("README.md", "quickstart.md", "install.md") or page.parent.name == "decisions":
+        if page.name not in _EXECUTED or page.parent.name == "decisions":
             assert not blocks(page, "bash"), f"{page}: nothing executes its commands"
     assert blocks(ROOT / "README.md", "bash") == _README
 

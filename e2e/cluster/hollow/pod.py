@@ -34,6 +34,8 @@ from e2e.cluster.processes import CLUSTER_MARK
 
 _BUNDLE_SECONDS = 0.03
 _RETRY_SECONDS = 0.5
+# A kubelet takes up to a minute or so.
+_REFRESH_SECONDS = 1.0
 # How long a pod waits for devices that an earlier pod is about to give back.
 _DEVICE_SECONDS = 15.0
 # What a sidecar gets when the main containers have used up the grace period.
@@ -98,6 +100,7 @@ class Pod:
     async def run(self) -> None:
         """The whole life. Cancelled when the pod object is gone: then everything is killed at once."""
         writer = asyncio.create_task(self._write_status())
+        refresh = asyncio.create_task(self._refresh_secrets())
         life = asyncio.create_task(self._live())
         deletion = asyncio.create_task(self._deleted.wait())
         try:
@@ -112,7 +115,7 @@ class Pod:
         finally:
             for container in self.containers:
                 container.kill()
-            tasks = {writer, life, deletion}
+            tasks = {writer, refresh, life, deletion}
             for task in tasks:
                 task.cancel()
             try:
@@ -169,6 +172,14 @@ class Pod:
                 container.state = {"waiting": {"reason": "ContainerCreating", "message": problem}}
             self._dirty.set()
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _refresh_secrets(self) -> None:
+        while self._volumes.secrets:
+            await asyncio.sleep(_REFRESH_SECONDS)
+            try:
+                await self._volumes.refresh(self._fetch)
+            except (ConfigError, ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                log.info("pod %s/%s keeps its Secrets as they are: %r", self.namespace, self.name, error)
 
     async def _prepare_claims(self) -> dict[str, list[str]]:
         """The devices of the pod's claims by container; waits as a kubelet does until they can be used."""

@@ -1,8 +1,9 @@
 """A pod's volumes as host directories.
 
 emptyDir (memory-backed ones lie on a tmpfs), configMap, secret, downwardAPI, projected (service account tokens come
-from a real TokenRequest bound to the pod) and hostPath. Limits and read-only mounts are not enforced, and a changed
-ConfigMap or Secret does not reach a running pod: nothing here depends on either.
+from a real TokenRequest bound to the pod) and hostPath. A changed Secret reaches a running pod, file by file (a kubelet
+changes all files at once, so whoever copes with this copes with that); a changed ConfigMap does not. Limits and
+read-only mounts are not enforced: nothing here depends on either.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ class Volumes:
                 await self._fill(host, {kind: source}, fetch, token)
             self._hosts[name] = host
 
+    @property
+    def secrets(self) -> list[Object]:
+        """The volumes that are Secrets."""
+        return [volume for volume in self._pod["spec"].get("volumes", []) if "secret" in volume]
+
+    async def refresh(self, fetch: Fetch) -> None:
+        """Write again what has changed in Secrets; one that is gone stays as it was."""
+        for volume in self.secrets:
+            if host := self._hosts.get(volume["name"]):
+                source = {**volume["secret"], "name": volume["secret"]["secretName"], "optional": True}
+                await self._fill(host, {"secret": source}, fetch, _no_token)
+
     def mounts(self, container: Object) -> dict[str, str]:
         """Mount path -> host directory of a container."""
         result = {}
@@ -102,6 +115,14 @@ class Volumes:
 
 def _write(host: Path, path: str, data: bytes) -> None:
     target = host / path
+    if target.exists() and target.read_bytes() == data:
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
-    target.chmod(0o600)
+    new = target.with_name(f"..{target.name}")
+    new.write_bytes(data)
+    new.chmod(0o600)
+    new.replace(target)
+
+
+async def _no_token(audience: str, seconds: int) -> str:
+    raise ConfigError("a Secret has no tokens")
