@@ -96,7 +96,10 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     assert {(e["engine"], e["joins"], e["transport"]) for e in would["engines"]} == {
         (p, True, "Serialized") for p in pods
     }
-    assert "AlreadyCommitted as Succeeded" in shell("explain", "p", "--version", "-1", *allowed)
+    digest = fleet.status("rlpipeline", "p")["committed"]["manifestDigest"]
+    base = ("explain", "p", "--version", "-1")
+    assert "AlreadyCommitted as Succeeded" in shell(*base, "--digest", digest, *allowed)
+    assert "VersionNotHeld as Failed" in shell(*base, *allowed, code=1)
     assert "SenderNotReady" in shell("explain", "p", "--version", "7", *allowed, code=1)
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     healthy = shell.document("doctor", "--operator-namespace", fleet.namespace, *allowed, code=1)
@@ -141,7 +144,9 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     said = shell("sync", "p")
     assert said.startswith("v1 is served: round p-v1-")
     assert shell("sync", "p", "--version", "1") == "v1 is committed already: nothing was asked for\n"
-    assert "VersionGoesBackwards" not in shell("sync", "p", "--version", "0", code=1)
+    assert "below version 1, which is committed; --rollback if that is meant" in shell(
+        "sync", "p", "--version", "0", code=1
+    )
     name = shell.document("rounds", "p", "--limit", "1")["rounds"][0]["name"]
     page = shell("round", "show", name)
     assert all(p in page for p in pods)

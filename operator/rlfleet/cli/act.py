@@ -76,12 +76,14 @@ def sync(
             )
         except errors.SyncTimeout as e:
             if wait or e.round is None:
-                raise
+                raise told(e, home) from e
             if output in (Format.JSON, Format.YAML):
                 dump({"version": version, "round": e.round, "phase": e.phase}, output)
             else:
                 show(f"syncround/{e.round} asked for; see: rlfleet round show {e.round} -n {home}")
             return
+        except errors.SyncError as e:
+            raise told(e, home) from e
     if output in (Format.JSON, Format.YAML):
         dump(document(done), output)
     elif done.already_committed:
@@ -90,6 +92,19 @@ def sync(
         total = duration(done.timings.get("totalMs"))
         paused = duration(done.timings.get("pausedMs"))
         show(f"{version_text(version)} is served: round {done.round}, {total}, engines paused for {paused}")
+
+
+def told(e: errors.SyncError, namespace: str) -> CliError:
+    """The SDK's error in the words of the command line: its remedies are calls of the SDK."""
+    see = f"see: rlfleet round show {e.round} -n {namespace}"
+    if isinstance(e, errors.SyncTimeout):
+        stop = f"stop it: rlfleet cancel {e.round} -n {namespace}"
+        text = f"SyncRound {e.round} was {e.phase} when the time was over, and goes on; {see}; {stop}"
+        return CliError(text, Exit.TIMEOUT)
+    if isinstance(e, errors.HoldingNeedsAction):
+        return CliError(f"{str(e).split('. It goes on')[0]}. It goes on meanwhile; {see}")
+    text = str(e).replace("sync(..., allow_rollback=True)", "--rollback").replace("sync(..., retries=1)", "--retries 1")
+    return CliError(f"{text}; {see}" if e.round else text)
 
 
 def cancel(

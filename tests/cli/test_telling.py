@@ -1,0 +1,55 @@
+"""Errors of a sync are told in the words of the command line, with its exit codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlfleet.cli.act import told
+from rlfleet.cli.failures import Exit
+from rlfleet.client import errors
+
+
+def failed(hint: str) -> errors.SyncFailed:
+    text = f"round r ended as Failed in Staging (StagingDeadline): late. {hint}"
+    return errors.SyncFailed(
+        text,
+        version=2,
+        round="r",
+        committed=False,
+        phase="Failed",
+        stage="Staging",
+        reason="StagingDeadline",
+        digest="",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            errors.SyncTimeout("x: call sync(2) again", version=2, round="r", committed=False, phase="Staging"),
+            Exit.TIMEOUT,
+            ["was Staging", "rlfleet cancel r -n ns", "rlfleet round show r -n ns"],
+        ),
+        (
+            errors.HoldingNeedsAction(
+                "SyncRound r needs a person: delete pod a. It goes on: call sync(2) again", version=2, round="r"
+            ),
+            Exit.PROBLEM,
+            ["delete pod a", "rlfleet round show r"],
+        ),
+        (failed("Try again with sync(..., retries=1)"), Exit.PROBLEM, ["late", "with --retries 1", "round show r"]),
+        (
+            errors.SyncRefused("sync(..., allow_rollback=True) if meant", version=0, reason="VersionGoesBackwards"),
+            Exit.PROBLEM,
+            ["--rollback if meant"],
+        ),
+    ],
+)
+def test_no_remedy_is_a_call_of_the_sdk(error: errors.SyncError, code: Exit, words: list[str]) -> None:
+    said = told(error, "ns")
+    assert said.code is code
+    assert "sync(" not in str(said)
+    assert "None" not in str(said)
+    for word in words:
+        assert word in str(said)
