@@ -30,6 +30,7 @@ def gpus(*nodes: tuple[str, int]) -> list[dict[str, Any]]:
 
 CHECKPOINT = {"checkpoint": {"pathTemplate": "/checkpoints/{version}"}}
 
+ADOPTED = {"spec.source": {"adopt": {"selector": SELECTOR}}, "spec.replicas": None, "spec.gate": None}
 BLOCK = {
     "name": "a",
     "deviceClassName": "gpu.nvidia.com",
@@ -67,6 +68,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (EP, {"spec.gate.checkpointVolume": "checkpoints"}),
+    (EP, ADOPTED),
+    (EP, ADOPTED | {"spec.active": 1, "spec.shrink": "Offload", "spec.disruptionBudget": {"maxUnavailable": "50%"}}),
+    (EP, {"spec.updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "25%"}, "spec.disruptionBudget": {}}),
     (
         EP,
         {"spec.placement": {"mode": "Claims", "blocks": ["b", "a"], "nodes": ["n1"], "packDomain": "example.com/rack"}},
@@ -104,6 +108,7 @@ PODDED = bad_name(EP, 52, "its pods append an index and five digits")
 SHOWN = bad_name(SR, 63, "it is shown as the operation of pipelines and gates")
 OF_PIPELINE = bad_name(TD, 63, "it is the name of its RLPipeline")
 ONE_OF = 'Invalid value: "object": exactly one of podSelector and url must be set'
+EITHER = 'Invalid value: "object": exactly one of template and adopt must be set'
 PORT_IN_URL = "Forbidden: port applies to podSelector only: put the port into url"
 TOO_FEW = (
     'spec.replicas: Invalid value: "object": placement.devices has too few devices: each replica takes '
@@ -313,7 +318,66 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         'spec.gate.port: Invalid value: "object": gate.port and engine.port must differ: both listen on the '
         "pod's address",
     ),
+    # EnginePool: pods of its own and adopted ones
+    (EP, {"spec.source": {}}, f"spec.source: {EITHER}"),
+    (EP, {"spec.source.adopt": {"selector": SELECTOR}}, f"spec.source: {EITHER}"),
+    (EP, {"spec.source": {"adopt": {}}}, "spec.source.adopt.selector: Required value"),
+    (
+        EP,
+        ADOPTED | {"spec.replicas": 2},
+        "spec.replicas: Forbidden: replicas is not for source.adopt: whoever makes the pods scales them; leave it out",
+    ),
+    (
+        EP,
+        ADOPTED | {"spec.shrink": "Delete"},
+        'spec.shrink: Invalid value: "object": source.adopt needs shrink Offload: adopted pods are never deleted',
+    ),
+    (
+        EP,
+        ADOPTED | {"spec.updateStrategy": {"type": "RollingUpdate"}},
+        'spec.updateStrategy.type: Invalid value: "object": updateStrategy RollingUpdate is not for source.adopt: '
+        "whoever makes the pods replaces them",
+    ),
+    *(
+        (
+            EP,
+            ADOPTED | {"spec.placement": placement},
+            "spec.placement: Forbidden: placement is not for source.adopt: whoever makes the pods places them",
+        )
+        for placement in (
+            {"mode": "Pinned", "devices": gpus(("n1", 4))},
+            {"nodes": ["n1"]},
+            {"packDomain": "example.com/rack"},
+        )
+    ),
+    *(
+        (
+            EP,
+            ADOPTED | {f"spec.gate.{field}": value},
+            f"spec.gate.{field}: Forbidden: gate.{field} is not for source.adopt: the gate stands in the template of "
+            "whoever makes the pods",
+        )
+        for field, value in (
+            ("image", "rlfleet:1"),
+            ("imagePullPolicy", "Never"),
+            ("resources", {"limits": {"cpu": 1}}),
+            ("checkpointVolume", "checkpoints"),
+        )
+    ),
+    (
+        EP,
+        {"spec.updateStrategy": {"maxUnavailable": 1}},
+        "spec.updateStrategy.maxUnavailable: Forbidden: maxUnavailable is for type RollingUpdate only",
+    ),
     # EnginePool: bounds
+    *(
+        (
+            EP,
+            {f"{where}.maxUnavailable": "101%"},
+            "maxUnavailable must be a number of engines, or a percentage from 0% to 100%",
+        )
+        for where in ("spec.disruptionBudget", "spec.updateStrategy")
+    ),
     (
         EP,
         {"spec.routers": [{**ROUTER, "url": "http://10.0.0.9:1"}, {**ROUTER, "url": "http://10.0.0.9:2"}]},
@@ -329,8 +393,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (EP, {"spec.routers.0.type": "nginx"}, unknown("spec.routers[0].type", "nginx", "SGLangRouter")),
     (
         EP,
-        {"spec.updateStrategy.type": "RollingUpdate"},
-        unknown("spec.updateStrategy.type", "RollingUpdate", "OnDelete"),
+        {"spec.updateStrategy.type": "Recreate"},
+        unknown("spec.updateStrategy.type", "Recreate", "OnDelete", "RollingUpdate"),
     ),
     (EP, {"spec.placement.mode": "pinned"}, unknown("spec.placement.mode", "pinned", "Scheduler", "Claims", "Pinned")),
     (
@@ -340,7 +404,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (EP, {"spec.gate.stagingMiB": 0}, below("spec.gate.stagingMiB", 0, 1)),
     (EP, {"spec.gate.resources.limits.memory": "much"}, "spec.gate.resources.limits.memory in body should match"),
-    (EP, {"spec.gate.image": None}, "spec.gate.image: Required value"),
+    (EP, {"spec.gate.image": None}, "spec.gate: Required value: source.template needs gate.image"),
     (EP, {"spec.source": None}, "spec.source: Required value"),
     (EP, {"spec.pipeline": "No Such"}, "spec.pipeline in body should match"),
     # SyncRound: rules
@@ -415,6 +479,18 @@ FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (EP, {}, {"engine": {"gpusPerEngine": 2}}, f"engine.gpusPerEngine is immutable: {POOL}"),
     (EP, {}, {"gate": {"port": 9441}}, f"gate.port is immutable: {POOL}"),
     (EP, PINNED, {"placement": {"mode": "Scheduler", "devices": None}}, f"placement.mode is immutable: {POOL}"),
+    (
+        EP,
+        ADOPTED,
+        {"source": {"adopt": {"selector": {"matchLabels": {"app": "other"}}}}},
+        f"source.adopt.selector is immutable: {POOL}",
+    ),
+    (
+        EP,
+        ADOPTED,
+        {"source": {"adopt": None, "template": {"spec": {"containers": [ENGINE]}}}, "gate": {"image": "rlfleet:1"}},
+        f"source can not change between template and adopt; {POOL}",
+    ),
     (
         RLP,
         {"spec.trainer": {"blocks": [BLOCK]}},

@@ -353,6 +353,7 @@ COLUMNS = {
         {"NAME": "demo-engines", "PIPELINE": "demo", "DESIRED": "4", "ACTIVE": "3", "VERSION": "12", "OPEN": "True"}
         | {"READY": "Unknown", "ASLEEP": "2"},
         {
+            "PODS": "4",
             "CEILING": "",
             "LOADING": "1",
             "DRAINING": "0",
@@ -360,6 +361,7 @@ COLUMNS = {
             "FAILED": "0",
             "OUTDATED": "False",
             "FENCING": "Cooperative",
+            "ADMISSION": "Enforced",
         }
         | {"REASON": "EnginesNotActive"},
     ),

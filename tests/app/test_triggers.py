@@ -63,6 +63,20 @@ def test_pipeline_wakes_its_pools_and_no_others(triggers: Triggers, woken: Woken
     assert woken.take() == {POOL, PIPELINE}
 
 
+def test_a_pod_wakes_the_pool_that_adopts_it_and_its_pipeline(triggers: Triggers, woken: Woken) -> None:
+    adopt = {"adopt": {"selector": {"matchLabels": {"app": "engine"}}}}
+    triggers.pool("ns", "b", {"pipeline": "p", "source": adopt})
+    woken.take()
+    triggers.pod(change({"app": "engine", "x": "y"}))
+    assert woken.take() == {OTHER, PIPELINE}
+    triggers.pod(change({}, {"app": "engine"}))
+    assert woken.take() == {OTHER, PIPELINE}, "it does not bear the label any more"
+    triggers.pool("ns", "b", None)
+    woken.take()
+    triggers.pod(change({"app": "engine"}))
+    assert woken.take() == set()
+
+
 def test_round_wakes_its_pipeline(triggers: Triggers, woken: Woken) -> None:
     triggers.round("ns", {"pipeline": "p"})
     assert woken.take() == {PIPELINE}

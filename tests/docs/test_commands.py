@@ -30,7 +30,7 @@ _LANGUAGES = {"", "bash", "python"}
 #: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
 _README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
 #: Pages whose bash blocks are executed: here, and security.md by e2e/scenarios/test_key_rotation.py.
-_EXECUTED = ("README.md", "quickstart.md", "install.md", "security.md")
+_EXECUTED = ("README.md", "quickstart.md", "install.md", "adopt.md", "security.md")
 _KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
 
 

@@ -124,6 +124,27 @@ async def test_object_that_vanished_during_a_broken_watch_is_reported_as_deleted
         assert server.lists == 2
 
 
+async def test_an_object_that_went_is_remembered_as_it_was_seen_last(
+    script: tuple[Script, KubeClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlfleet.kube.reflector.DEPARTED", 1)
+    server, client = script
+    view = Reflector(client, PODS)
+    async with running(view):
+        await server.send("ADDED", obj("a", 5))
+        await server.send("MODIFIED", obj("a", 6, deletionTimestamp="2026-01-01T00:00:00Z"))
+        await server.send("DELETED", obj("a", 7))
+        await until(lambda: view.last_of("u-a"))
+        last = view.last_of("u-a")
+        assert last is not None
+        assert "deletionTimestamp" in last["metadata"]
+        assert view.by_uid("u-a") is None
+        await server.send("ADDED", obj("b", 8))
+        await server.send("DELETED", obj("b", 9))
+        await until(lambda: view.last_of("u-b"))
+        assert view.last_of("u-a") is None, "only so many are remembered"
+
+
 async def test_stream_that_ends_is_continued_without_a_new_list(script: tuple[Script, KubeClient]) -> None:
     server, client = script
     view = Reflector(client, PODS)

@@ -179,6 +179,13 @@ volumes:
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaims]
   verbs: [list, create, delete]
+# A pool's disruption budget; a rolling update evicts within every budget.
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, create, update, delete]
+- apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]
 - apiGroups: ["", events.k8s.io]
   resources: [events]
   verbs: [create, patch]

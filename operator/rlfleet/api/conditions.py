@@ -298,11 +298,21 @@ class Reason(_Documented):
     POD_FAILED = "PodFailed", "an engine's pod failed and is replaced"
     POD_LOST = "PodLost", "an engine's pod vanished without our deleting it"
     POD_PENDING = "PodPending", "an engine's pod is not scheduled or its containers do not start"
+    DISRUPTED = "Disrupted", "the member's pod was evicted, preempted or drained by others, so the round dropped it"
+    GATE_MISSING = "GateMissing", "a selected pod has no container named gate, so it is no engine"
+    SELECTORS_OVERLAP = "SelectorsOverlap", "two EnginePools want the same pod; the older one has it"
+    NOT_REPLACED = "NotReplaced", "an adopted engine would be replaced if its pod were ours; somebody else must do it"
+    BUDGET_FAILED = (
+        "BudgetFailed",
+        "the pool's PodDisruptionBudget could not be written; see the message",
+    )
+    BUDGET_NAME_TAKEN = "BudgetNameTaken", "a PodDisruptionBudget of the pool's name exists and is not the pool's"
     POD_CREATED = "PodCreated", "an engine's pod was created"
     POD_DELETED = "PodDeleted", "an engine's pod was deleted"
     POD_CREATE_FAILED = "PodCreateFailed", "an engine's pod could not be created; the message has the API's answer"
     NOT_ENOUGH_DEVICES = "NotEnoughDevices", "placement Pinned lists fewer devices than the engines need"
     TEMPLATE_CHANGED = "TemplateChanged", "the pod template changed after some pods were made"
+    UPDATING = "Updating", "pods of an earlier template are being replaced, as spec.updateStrategy says"
     TEMPLATE_CURRENT = "TemplateCurrent", "all pods were made from the present template"
     SCALING_UP = "ScalingUp", "engines are being added"
     SCALING_DOWN = "ScalingDown", "engines are being removed"

@@ -123,6 +123,7 @@ KINDS: tuple[Kind, ...] = (
             Column("Version", ".status.versions[0].version", "integer"),
             Column("Open", _condition("AdmissionOpen")),
             Column("Ready", _condition("Ready")),
+            Column("Pods", ".status.replicas", "integer", wide=True),
             Column("Ceiling", ".spec.active", "integer", wide=True),
             Column("Loading", ".status.counts.loading", "integer", wide=True),
             Column("Draining", ".status.counts.draining", "integer", wide=True),
@@ -130,6 +131,7 @@ KINDS: tuple[Kind, ...] = (
             Column("Failed", ".status.counts.failed", "integer", wide=True),
             Column("Outdated", _condition("TemplateOutdated"), wide=True),
             Column("Fencing", ".status.fencing", wide=True),
+            Column("Admission", ".status.admissionGuarantee", wide=True),
             Column("Reason", _condition("Ready", "reason"), wide=True),
             AGE,
         ),
@@ -242,9 +244,16 @@ def crd(kind: Kind) -> dict[str, Any]:
     }
 
 
+class _Plain(yaml.SafeDumper):
+    """Writes a part of a schema that is used twice out twice: tools that read CRDs need not know anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def crd_yaml(kind: Kind) -> str:
     """The CRD as it stands in its file."""
-    return HEADER + yaml.safe_dump(crd(kind), sort_keys=False, width=116, allow_unicode=True)
+    return HEADER + yaml.dump(crd(kind), Dumper=_Plain, sort_keys=False, width=116, allow_unicode=True)
 
 
 def files() -> dict[str, str]:

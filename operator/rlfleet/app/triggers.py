@@ -18,12 +18,13 @@ Selector = Mapping[str, str]
 
 
 class Triggers:
-    """Keeps who watches whom: pools of a pipeline, and pods that a pool's routers or a pipeline's sender run in."""
+    """Keeps who watches whom: pools of a pipeline, pods that a pool adopts, pods of its routers and of a sender."""
 
     def __init__(self, enqueue: Enqueue) -> None:
         self._enqueue = enqueue
         self._pipeline_of: dict[tuple[str, str], str] = {}
         self._selectors: dict[QueueKey, list[Selector]] = {}
+        self._adopts: dict[QueueKey, Selector] = {}
 
     def pool(self, namespace: str, name: str, spec: Mapping[str, Any] | None) -> None:
         """An EnginePool appeared or changed; ``spec`` None: it is gone."""
@@ -32,7 +33,11 @@ class Triggers:
         if spec is None:
             self._pipeline_of.pop((namespace, name), None)
             self._selectors.pop(key, None)
+            self._adopts.pop(key, None)
         else:
+            adopt = ((spec.get("source") or {}).get("adopt") or {}).get("selector") or {}
+            if adopt.get("matchLabels"):
+                self._adopts[key] = adopt["matchLabels"]
             self._pipeline_of[(namespace, name)] = pipeline
             self._selectors[key] = [
                 match for r in spec.get("routers") or [] if (match := (r.get("podSelector") or {}).get("matchLabels"))
@@ -79,6 +84,14 @@ class Triggers:
                 self._enqueue(QueueKey(Kind.PIPELINE, namespace, marks[labels.PIPELINE]), priority=Priority.ROUND)
         if labels.POOL in change.labels or labels.POOL in change.old_labels:
             return
+        for key, match in self._adopts.items():
+            if key.namespace == namespace and any(
+                match.items() <= marks.items() for marks in (change.labels, change.old_labels)
+            ):
+                self._enqueue(key, priority=Priority.SCALE)
+                pipeline = self._pipeline_of.get((namespace, key.name))
+                if pipeline:
+                    self._enqueue(QueueKey(Kind.PIPELINE, namespace, pipeline), priority=Priority.ROUND)
         for key, selectors in self._selectors.items():
             if key.namespace == namespace and any(
                 match.items() <= marks.items() for match in selectors for marks in (change.labels, change.old_labels)

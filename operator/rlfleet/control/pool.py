@@ -10,22 +10,21 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import PipelineCondition, Reason, find_condition
+from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
-from rlfleet.control import pool_gates, pool_pods, routers
+from rlfleet.control import pool_adopt, pool_gates, pool_pods, routers
 from rlfleet.control.context import Context
+from rlfleet.control.pool_budget import ensure_budget, rolling
 from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers
-from rlfleet.control.pool_end import finalize
+from rlfleet.control.pool_end import finalize, let_go
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.pool_readiness import write_readiness
+from rlfleet.control.pool_rows import committed_of, drained, rows_of
 from rlfleet.control.queue import After, Done, Result, Retry
-from rlfleet.control.rounds.counting import counts_of
 from rlfleet.control.rounds.pods import is_owned
 from rlfleet.control.train_blocks import missing_claims
 from rlfleet.kube.client import Obj
@@ -33,16 +32,16 @@ from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import template
-from rlfleet.plan.allowance import ALLOWANCE
-from rlfleet.plan.blocks import Slot, slots_of
+from rlfleet.plan.adopt import adopts, selector_of
+from rlfleet.plan.blocks import slots_of
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.elastic import on_devices, shrinks_by_delete, wanted_pods
-from rlfleet.plan.lifecycle import Closed, PodFact, derive, pod_fact
-from rlfleet.plan.pool import PodPlan, PoolView, best, by_index, plan_pods
+from rlfleet.plan.lifecycle import PodFact, pod_fact
+from rlfleet.plan.pool import PodPlan, PoolView, plan_pods
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.pool_status import Observed, Problem, build_status
-from rlfleet.plan.rounds import Committed
+from rlfleet.plan.rolling import Rolling, is_rolling
 from rlfleet.plan.validate import stopped, violations
 
 log = logging.getLogger(__name__)
@@ -52,23 +51,6 @@ STALE_SECONDS = 3.0
 #: Least seconds between two status writes of a pool that only differ in what engines do.
 STATUS_SECONDS = 1.0
 _STARTING = frozenset({EngineState.PENDING, EngineState.BOOTING})
-
-
-def committed_of(pipeline: Mapping[str, Any] | None) -> Committed | None:
-    """``RLPipeline.status.committed`` for planning."""
-    raw = ((pipeline or {}).get("status") or {}).get("committed")
-    return Committed(int(raw["version"]), str(raw["manifestDigest"])) if raw else None
-
-
-def _closed(pool: Mapping[str, Any], pipeline: Mapping[str, Any] | None) -> Closed:
-    """What the pipeline says of closed engines, and whose catch-up attempts are spent."""
-    ready = find_condition(((pipeline or {}).get("status") or {}).get("conditions") or [], PipelineCondition.READY)
-    awaiting = ready is not None and ready.get("reason") == Reason.AWAITING_ROUND.value
-    counts = counts_of([pool])
-    return Closed(
-        awaiting=str((ready or {}).get("message") or "") if awaiting else "",
-        exhausted={(c.engine, c.incarnation): c.reason for c in counts if c.attempts >= ALLOWANCE},
-    )
 
 
 def _reason(word: str) -> Reason:
@@ -109,7 +91,8 @@ class PoolReconciler:
             memory = self._memories[key] = PoolMemory.of(pool)
         found = routers.resolve(pool, ctx.pods)
         await self._note_routers(key, found)
-        facts = self._facts(pool)
+        mine = await pool_adopt.find(ctx, pool)
+        facts = self._facts(pool) if mine is None else [*mine.facts]
         try:
             pipeline: Obj | None = await kube.get(
                 RLPIPELINES, namespace, pool["spec"]["pipeline"], timeout=ctx.settings.api_timeout
@@ -117,6 +100,8 @@ class PoolReconciler:
         except NotFound:
             pipeline = None
         if is_deleting(pool):
+            if mine is not None:
+                return await let_go(ctx, pool, pipeline, facts, found, self._routers, memory)
             return await finalize(ctx, pool, pipeline, facts, found, self._routers, memory)
         if labels.POOL_FINALIZER not in (pool["metadata"].get("finalizers") or []):
             pool = await kube.patch_metadata(
@@ -128,19 +113,27 @@ class PoolReconciler:
                 timeout=ctx.settings.api_timeout,
             )
             ctx.metrics.write(ENGINEPOOLS.plural)
-        return await self._step(pool, pipeline, facts, found, memory)
+        return await self._step(pool, pipeline, facts, found, memory, mine)
 
     async def _step(
-        self, pool: Obj, pipeline: Obj | None, facts: list[PodFact], found: routers.Resolved, memory: PoolMemory
+        self,
+        pool: Obj,
+        pipeline: Obj | None,
+        facts: list[PodFact],
+        found: routers.Resolved,
+        memory: PoolMemory,
+        mine: pool_adopt.Found | None,
     ) -> Result:
         ctx, now = self._ctx, self._ctx.clock.monotonic()
-        problems = [*found.problems]
-        valid = True
+        problems = [*found.problems, *(mine.problems if mine is not None else ())]
+        valid = mine is None
         try:
-            template.validate(pool)
+            if valid:
+                template.validate(pool)
         except template.InvalidPool as e:
             valid = False
             problems.insert(0, Problem(Reason.INVALID_SPEC, str(e), stops=True))
+        problems += await ensure_budget(ctx, pool, memory)
         if pipeline is not None:
             await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
             now = ctx.clock.monotonic()
@@ -151,6 +144,9 @@ class PoolReconciler:
         status = (pipeline or {}).get("status") or {}
         fence = int(status.get("fence") or 0)
         slots = slots_of(pool, pipeline)
+        owned = bool(status.get("activeOperation"))
+        texts = [s.text for s in slots]
+        turn = await rolling(ctx, pool, facts, memory, texts, owned=owned) if valid else Rolling()
         view = PoolView(
             name=pool["metadata"]["name"],
             uid=memory.uid,
@@ -160,7 +156,9 @@ class PoolReconciler:
             claims=tuple(s.claim for s in slots) if template.is_claims(pool) else None,
             foreign=self._foreign(pool),
             may_create=valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending,
-            may_remove=not status.get("activeOperation"),
+            may_remove=not owned,
+            outdated=turn.replace,
+            adopted=mine is not None,
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
             demanded=(demanded := on_devices(pool, held_devices(grants_of(status)))),
             vacate=demanded if shrinks_by_delete(pool) else frozenset(),
@@ -179,19 +177,20 @@ class PoolReconciler:
         if plan.unroute or memory.departures:
             await pool_pods.unroute(ctx, pool, plan.unroute, found, self._routers, memory, fence=fence, out=out)
             gone = pool_pods.unrouted(memory, found, fence=fence)
-            drain = self._drained(plan, pipeline, gone, found, memory, now)
+            drain = drained(plan, pipeline, gone, found, memory, now)
             plan = plan_pods(replace(view, unrouted=gone, drained=drain))
         elif plan.draining:
-            drain = self._drained(plan, pipeline, view.unrouted, found, memory, now)
+            drain = drained(plan, pipeline, view.unrouted, found, memory, now)
             plan = plan_pods(replace(view, drained=drain))
         if plan.create:
             await pool_pods.create_pods(ctx, pool, plan.create, memory, out, slots)
         if plan.delete:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
-        present = self._facts(pool)
+        out.waits = turn.waits
+        present = self._facts(pool) if mine is None else facts
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
-        rows = self._rows(pool, present, plan, pipeline, found, memory, sleep, slots)
+        rows = rows_of(ctx, pool, present, plan, pipeline, found, memory, sleep, slots)
         await write_readiness(ctx, pool, rows, out)
         return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
 
@@ -234,77 +233,6 @@ class PoolReconciler:
         self._router_urls[key] = {e.url for e in found.endpoints}
         await self._routers.keep_only(set().union(*self._router_urls.values()))
 
-    @staticmethod
-    def _drained(
-        plan: PodPlan,
-        pipeline: Obj | None,
-        unrouted: frozenset[str],
-        found: routers.Resolved,
-        memory: PoolMemory,
-        now: float,
-    ) -> frozenset[str]:
-        """Leaving engines that have no request left, or have had spec.sync.drainSeconds since they left the routers."""
-        sync = ((pipeline or {}).get("spec") or {}).get("sync") or {}
-        allowance = float(sync.get("drainSeconds", 30))
-        result = set()
-        for uid in plan.draining:
-            if found.endpoints and uid not in unrouted:
-                continue
-            until = memory.drain_until.setdefault(uid, now + allowance)
-            gate = memory.gates.get(uid)
-            idle = (
-                gate is not None
-                and memory.answered.get(uid, False)
-                and gate.engine.running == 0
-                and gate.engine.waiting == 0
-            )
-            if idle or now >= until:
-                result.add(uid)
-        for uid in [u for u in memory.drain_until if u not in plan.draining]:
-            del memory.drain_until[uid]
-        return frozenset(result)
-
-    def _rows(
-        self,
-        pool: Obj,
-        facts: list[PodFact],
-        plan: PodPlan,
-        pipeline: Obj | None,
-        found: routers.Resolved,
-        memory: PoolMemory,
-        sleep: Sleepers,
-        slots: Sequence[Slot],
-    ) -> list[Row]:
-        """One row per index, and one per engine that is on its way out."""
-        committed = committed_of(pipeline)
-        closed = _closed(pool, pipeline)
-        rows = []
-        texts = [s.text for s in slots]
-        for index, pods in by_index(facts).items():
-            plays = best(pods)
-            for pod in pods:
-                if pod is not plays and (pod.finished or pod.live):
-                    continue
-                gate = memory.gates.get(pod.uid)
-                answered = memory.shown(pod.uid)
-                derived = derive(
-                    pod,
-                    gate if answered else None,
-                    committed=committed,
-                    routers=found.names,
-                    draining=pod.uid in plan.draining,
-                    previous=memory.states.get(pod.uid),
-                    closed=closed,
-                    sleep=sleep.of(pod.uid, self._ctx.elastic),
-                )
-                if derived.state is EngineState.QUARANTINED and memory.states.get(pod.uid) not in (None, derived.state):
-                    self._ctx.metrics.quarantined((derived.reason or Reason.NOT_PROVEN).value)
-                memory.note_state(pod, derived.state, self._ctx.now_ms())
-                outdated = pod.live and template.is_outdated(pool, pod.template_hash, pod.assignment, index, texts)
-                since = memory.loading_since.get(pod.uid)
-                rows.append(Row(pod, derived, gate, answered, outdated, rfc3339(since) if since is not None else ""))
-        return rows
-
     # ------------------------------------------------------------------------------------------ reporting
 
     async def _report(
@@ -327,7 +255,7 @@ class PoolReconciler:
             out.problems.append(Problem(_reason(refused[0]), f"a gate refuses: {refused[1][:300]}"))
         observed = Observed(
             generation=int(meta["generation"]),
-            replicas=wanted_pods(pool),
+            replicas=sum(r.pod.live for r in rows) if adopts(pool) else wanted_pods(pool),
             rows=tuple(rows),
             pool=meta["name"],
             routers=found.names,
@@ -336,7 +264,11 @@ class PoolReconciler:
             pipeline_found=pipeline is not None,
             pipeline_deleting=pipeline is not None and is_deleting(pipeline),
             problems=tuple(dict.fromkeys(out.problems)),
-            waits=(*plan.waits, *sleep.waits),
+            waits=(*plan.waits, *sleep.waits, *out.waits),
+            selector=",".join(f"{k}={v}" for k, v in sorted(selector_of(pool).items())),
+            adopted=adopts(pool),
+            replaces=(((pipeline or {}).get("spec") or {}).get("sync") or {}).get("onFailure") == "Replace",
+            rolling=is_rolling(pool),
             awake=sleep.awake,
             elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
             admin_key=valid and template.wants_admin_key(pool),

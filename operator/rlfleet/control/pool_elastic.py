@@ -80,13 +80,14 @@ def sleepers(
         )
         for f in facts
     ]
+    live = [e for e in engines if not e.gone and not e.leaving]
     known = last_asleep(pool) | {u for u, s in memory.states.items() if s is EngineState.OFFLOADED}
     found = wish(engines, {name: spec}, held=held_devices(grants_of(status)), last_asleep=known)
     active = status.get("activeOperation") or {}
     return Sleepers(
         resting=found.resting,
         deferred=bool(active) and active.get("kind") != OperationKind.OFFLOAD.value,
-        awake=min(spec.active, max(0, spec.replicas - len(found.resting))),
+        awake=min(spec.active, max(0, (spec.replicas if spec.owes else len(live)) - len(found.resting))),
         unmoved=frozenset(e.name for e in engines if e.name in found.resting and not is_offloaded(e.status)),
     )
 

@@ -4,7 +4,8 @@ Invariants:
 - the pool waits for a round that uses its engines, and for routers and pods, for FINALIZE_SECONDS at most;
 - an address is taken out of the routers twice: while its engine lives, so that requests stop coming, and once the pod
   is gone, because until then its gate could have added it again;
-- pods are deleted under their UIDs. With ``--cascade=orphan`` they are left to whoever asked for that.
+- pods are deleted under their UIDs. With ``--cascade=orphan`` they are left to whoever asked for that; adopted ones are
+  always left, closed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason
 from rlfleet.api.timestamps import epoch_ms
-from rlfleet.control import pool_pods
+from rlfleet.control import pool_adopt, pool_gates, pool_pods
 from rlfleet.control.context import Context
 from rlfleet.control.deletion import release
 from rlfleet.control.pool_memory import PoolMemory
@@ -77,6 +78,50 @@ async def finalize(
     return Done()
 
 
+async def let_go(
+    ctx: Context,
+    pool: Obj,
+    pipeline: Mapping[str, Any] | None,
+    facts: Sequence[PodFact],
+    found: Resolved,
+    clients: RouterClients,
+    memory: PoolMemory,
+) -> Result:
+    """Move the end of a pool of adopted pods on: its pods stay, closed.
+
+    The pipeline closes them (plan.repair, plan.drops: they are unwanted and nobody deletes their pods), because only
+    who owns the slot drives a gate. Without a pipeline nobody does: their addresses leave the routers, that is all.
+    """
+    if not holds_up(pool, labels.POOL_FINALIZER):
+        return Done()
+    meta = pool["metadata"]
+    late = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
+    memory.see(facts, ctx.clock.monotonic())
+    out = pool_pods.Outcome()
+    fence = int(((pipeline or {}).get("status") or {}).get("fence") or 0)
+    if pipeline is None:
+        left: list[str] = []
+        going = [f for f in facts if f.ip]
+    else:
+        # Also while a round owns them: it is asked how far it is, nothing is ordered.
+        for fact in facts:
+            memory.states.pop(fact.uid, None)
+        await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
+        left = pool_adopt.still_open(tuple(facts), memory)
+        going = [f for f in facts if f.ip and not f.live]
+    await pool_pods.unroute(ctx, pool, going, found, clients, memory, fence=fence, out=out)
+    wait = f"waits for {len(left)} engines to be closed: {', '.join(left[:4])}" if left else ""
+    wait = wait or pool_waits_for(None, (), tuple(p.message for p in out.problems))
+    if wait and not late:
+        await _say_waiting(ctx, pool, wait)
+        return After(ctx.settings.boot_poll_seconds)
+    if wait:
+        note = f"Deleted although, after {FINALIZE_SECONDS:.0f} s, it still {wait}"
+        ctx.events.record(pool, "Warning", Reason.FINALIZER_CEILING.value, note[:900], action="Finalize")
+    await release(ctx, ENGINEPOOLS, pool)
+    return Done()
+
+
 def _orphaned(ctx: Context, pool: Obj) -> list[PodFact]:
     """Pods that the garbage collector took from this pool (cascade orphan): known by UID from its status."""
     meta = pool["metadata"]
@@ -94,4 +139,4 @@ async def _say_waiting(ctx: Context, pool: Obj, message: str) -> None:
     await say(ctx, kube, ENGINEPOOLS, pool, kind, ConditionStatus.TRUE, terminating, message)
 
 
-__all__ = ["FINALIZE_SECONDS", "finalize"]
+__all__ = ["FINALIZE_SECONDS", "finalize", "let_go"]

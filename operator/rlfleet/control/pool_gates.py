@@ -24,6 +24,7 @@ from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.routers import Resolved, base_url
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import RLPIPELINES
+from rlfleet.plan.adopt import adopts
 from rlfleet.plan.claims import next_fence
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.template import engine_port, gate_port
@@ -33,7 +34,7 @@ _UP = frozenset({EngineState.LOADING, EngineState.ACTIVE, EngineState.QUARANTINE
 
 def gate_peer(pool: Mapping[str, Any], pod: PodFact) -> Peer:
     """How to reach the gate of a pod."""
-    name = naming.engine_name(pool["metadata"]["name"], pod.index)
+    name = _name(pool, pod)
     url = base_url(pod.ip, gate_port(pool))
     if pod.tls:
         return Peer(
@@ -56,11 +57,17 @@ def enrollment(
         generation=int((pipeline.get("status") or {}).get("fence") or 0),
         pod_uid=pod.uid,
         pool=name,
-        engine=naming.engine_name(name, pod.index),
+        engine=_name(pool, pod),
         engine_url=base_url(pod.ip, engine_port(pool)),
         routers=routers.endpoints,
         public_keys=dict(public_keys),
+        engine_process=pod.process or None,
     )
+
+
+def _name(pool: Mapping[str, Any], pod: PodFact) -> str:
+    """An adopted engine is called as its pod: its index follows from which pods are there."""
+    return pod.name if adopts(pool) else naming.engine_name(pool["metadata"]["name"], pod.index)
 
 
 async def observe(
@@ -79,7 +86,7 @@ async def observe(
         if p.ip
         and p.owned
         and not p.finished
-        and not (busy and p.uid in memory.gates and memory.states.get(p.uid) in _UP)
+        and not (busy and p.uid in memory.gates and memory.states.get(p.uid) in _UP and not _restarted(p, memory))
     ]
     uid = pipeline["metadata"]["uid"]
     keys = ctx.keys.public_text()
@@ -105,6 +112,11 @@ async def observe(
         else:
             memory.silence.heard(pod.uid)
             memory.gates[pod.uid] = result
+
+
+def _restarted(pod: PodFact, memory: PoolMemory) -> bool:
+    """Its gate stands beside another engine process than it was told of: it is told even while a round owns it."""
+    return bool(pod.process) and memory.gates[pod.uid].engine_process != pod.process
 
 
 def _needs(status: GateStatus, pipeline: str, request: EnrollRequest) -> bool:

@@ -16,6 +16,7 @@ from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import GateStatus
 from rlfleet.control.silence import Silence
 from rlfleet.plan.lifecycle import PodFact
+from rlfleet.plan.pool_status import Problem
 
 #: Seconds before the second, third, ... replacement of an engine that never became active; the first is immediate.
 FAILURE_PAUSE = 5.0
@@ -62,11 +63,17 @@ class PoolMemory:
     counted: set[str] = field(default_factory=set)
     swept: set[str] = field(default_factory=set)
     """UIDs whose addresses are looked for in the routers again, now that their pods are gone."""
+    processes: dict[str, str] = field(default_factory=dict)
+    """Adopted pods: the engine's container as last seen."""
     bumps: dict[int, int] = field(default_factory=dict)
     create_failures: int = 0
     namespace_ending: bool = False
     """The apiserver makes no pods any more, because it is deleting the namespace; that is final."""
     status_at: float | None = None
+    budget: tuple[int | None, float] | None = None
+    """Generation of the spec for which the PodDisruptionBudget was looked at, and until when that holds."""
+    budget_problems: tuple[Problem, ...] = ()
+    """What was wrong with it."""
 
     @classmethod
     def of(cls, pool: Mapping[str, Any]) -> Self:
@@ -111,6 +118,16 @@ class PoolMemory:
             uid in self.gates and uid not in self.refusals and not self.silence.lasts(uid)
         )
 
+    def note_process(self, fact: PodFact) -> bool:
+        """Whether the engine's container was restarted in place since it was last seen: then its life begins anew."""
+        before = self.processes.get(fact.uid, "")
+        if not fact.process or fact.process == before:
+            return False
+        self.processes[fact.uid] = fact.process
+        if before:
+            self.states.pop(fact.uid, None)
+        return bool(before)
+
     def note_state(self, fact: PodFact, state: EngineState, now_ms: int) -> None:
         """Remember the state that was derived for a pod."""
         self.states[fact.uid] = state
@@ -140,6 +157,7 @@ class PoolMemory:
             self.states,
             self.drain_until,
             self.loading_since,
+            self.processes,
         ):
             known.pop(uid, None)
         self.silence.heard(uid)

@@ -20,7 +20,7 @@ from rlfleet.control.context import Context
 from rlfleet.control.pool_memory import Departure, PoolMemory
 from rlfleet.control.routers import Resolved, RouterClients, base_url
 from rlfleet.kube.client import KubeClient, Obj
-from rlfleet.kube.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
+from rlfleet.kube.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound, TooManyRequests
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.blocks import Slot
@@ -41,6 +41,8 @@ class Outcome:
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     retry: bool = False
+    waits: tuple[tuple[Reason, str], ...] = ()
+    """What a rolling update does or waits for."""
 
 
 def _client(ctx: Context, priority: Priority) -> KubeClient:
@@ -140,7 +142,7 @@ async def unroute(
         left = [e for e in routers.endpoints if e.url not in departure.done]
         if not left:
             return
-        if _borne_by_another(ctx, namespace, departure.pod):
+        if _borne_by_another(ctx, namespace, departure.pod, memory):
             departure.done |= targets
             return
         for url, error in (await clients.remove(left, base_url(departure.pod.ip, port))).items():
@@ -157,10 +159,12 @@ async def unroute(
             del memory.departures[uid]
 
 
-def _borne_by_another(ctx: Context, namespace: str, pod: PodFact) -> bool:
+def _borne_by_another(ctx: Context, namespace: str, pod: PodFact, memory: PoolMemory) -> bool:
     """Whether a living engine got the address meanwhile; then the entry, if there is one, is its own."""
     if not (pod.finished or pod.deleting) and ctx.pods.by_uid(pod.uid) is not None:
         return False
+    if any(f.live and f.ip == pod.ip and f.uid != pod.uid for f in memory.facts.values()):
+        return True  # adopted pods bear no label of ours
     for other in ctx.pods.labelled(labels.POOL, namespace=namespace):
         status = other.get("status") or {}
         if (
@@ -201,13 +205,21 @@ async def delete_pods(ctx: Context, pool: Obj, actions: Sequence[Delete], out: O
         pod = action.pod
         async with slots:
             try:
-                await kube.delete(PODS, namespace, pod.name, uid=pod.uid, timeout=ctx.settings.api_timeout)
+                if action.reason is Reason.UPDATING:
+                    await kube.evict(namespace, pod.name, uid=pod.uid, timeout=ctx.settings.api_timeout)
+                else:
+                    await kube.delete(PODS, namespace, pod.name, uid=pod.uid, timeout=ctx.settings.api_timeout)
                 ctx.metrics.write("pods")
             except NotFound:
                 ctx.pods.observe_absent(namespace, pod.name)
                 return
             except Conflict:
                 return  # another pod bears the name by now; the view will show it
+            except TooManyRequests:
+                if action.reason is not Reason.UPDATING:
+                    raise
+                out.retry = True  # a budget that allowed it a moment ago does not any more
+                return
             ctx.pods.note_delete(namespace, pod.name, pod.uid)
             out.deleted.append(pod.name)
 
@@ -218,6 +230,10 @@ async def delete_pods(ctx: Context, pool: Obj, actions: Sequence[Delete], out: O
             log.warning("pool %s: deleting pods: %s", pool["metadata"]["name"], result)
         elif isinstance(result, BaseException):
             raise result
+    updated = sorted({a.pod.index for a in actions if a.reason is Reason.UPDATING and a.pod.name in out.deleted})
+    if updated:
+        note = f"Evicted {len(updated)} engine pod{'s' * (len(updated) != 1)} of an earlier template: {ranges(updated)}"
+        ctx.events.record(pool, "Normal", Reason.UPDATING.value, note, action="UpdatePods")
     shrunk = sorted({a.pod.index for a in actions if a.reason is Reason.SCALING_DOWN and a.pod.name in out.deleted})
     if shrunk:
         note = f"Deleted {len(shrunk)} engine pod{'s' * (len(shrunk) != 1)}: {ranges(shrunk)}"

@@ -5,6 +5,8 @@ Invariant: a request that fails any of these checks changes nothing, in memory o
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Awaitable, Callable
 
 from rlfleet.api import fencing
@@ -14,8 +16,10 @@ from rlfleet.api.wire import Addressed, EnrollRequest, ErrorReason, Fenced
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.links import now_ms
-from rlfleet.gate.rules import for_this_process
+from rlfleet.gate.rules import for_this_process, is_another_process
 from rlfleet.gate.store import Store
+
+log = logging.getLogger(__name__)
 
 _REFUSALS = {
     Admission.STALE: (ErrorReason.STALE_FENCE, "a higher generation is held; read RLPipeline.status again"),
@@ -29,12 +33,25 @@ _REFUSALS = {
 
 
 class AdmissionControl:
-    """Verifies tokens and keeps the fence. ``is_closed``: whether the engine is paused and in no router, read live."""
+    """Verifies tokens and keeps the fence.
 
-    def __init__(self, config: GateConfig, store: Store, is_closed: Callable[[], Awaitable[bool]]) -> None:
+    ``is_closed``: whether the engine is paused and in no router, read live. ``running``: id of the operation that runs;
+    ``met``: called when another engine process stands beside the gate.
+    """
+
+    def __init__(
+        self,
+        config: GateConfig,
+        store: Store,
+        is_closed: Callable[[], Awaitable[bool]],
+        running: Callable[[], str | None],
+        met: Callable[[], None],
+    ) -> None:
         self._config = config
         self._store = store
         self._is_closed = is_closed
+        self._running = running
+        self._met = met
 
     @property
     def keys(self) -> PublicKeys:
@@ -129,12 +146,27 @@ class AdmissionControl:
             raise GateError(
                 ErrorReason.STALE_FENCE, f"enrolled already under generation {before.generation}", held=held
             )
+        restarted = self._store.incarnation is not None and is_another_process(
+            self._store.engine_process, body.engine_process
+        )
+        running = self._running()
+        if restarted and running is not None:
+            raise GateError(
+                ErrorReason.BUSY, f"operation {running} still ends for the engine process before this one", held=held
+            )
         with self._store.transaction():
             self._store.enrolment = body
+            if restarted:
+                self._store.forget_process(secrets.token_hex(16))
+            if body.engine_process is not None:
+                self._store.engine_process = body.engine_process
             if body.public_keys:
                 self._store.public_keys = dict(body.public_keys)
             if not held.generation and body.generation:
                 self._store.fence = Fence(body.pipeline, "", body.generation)
+        if restarted:
+            log.error("the engine was restarted in place", extra={"incarnation": self._store.incarnation})
+            self._met()
 
     def admit_push(self, claims: Claims, operation: str, *, feeds: int | None = None) -> None:
         """A push neither raises the fence nor outlives it: its token must be of exactly the one that is held.

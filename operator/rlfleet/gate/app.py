@@ -52,7 +52,9 @@ class Gate:
             metrics=GateMetrics(),
         )
         self.operations = Operations(self.ctx, on_fatal)
-        self.admission = AdmissionControl(config, self.store, self.is_closed)
+        self.admission = AdmissionControl(
+            config, self.store, self.is_closed, lambda: self.operations.in_flight, self.ctx.engine.forget
+        )
         self.startup = StartupPromise(self.store, self.ctx.routers, config.router_quiet_seconds)
         self._on_fatal = on_fatal
         self._closer = UnprovenCloser(self.store, self.ctx.engine, self.operations)
@@ -121,6 +123,7 @@ class Gate:
             incarnation=store.incarnation,
             enrolled=enrolment is not None,
             enrolment=enrolment.digest() if enrolment else "",
+            engine_process=store.engine_process,
             pipeline=enrolment.pipeline if enrolment else "",
             pool=enrolment.pool if enrolment else self.config.pool,
             engine_name=enrolment.engine if enrolment else self.config.engine_name,

@@ -47,6 +47,12 @@ class EngineLink:
             await asyncio.gather(self._asking, return_exceptions=True)
         await self.adapter.close()
 
+    def forget(self) -> None:
+        """Another process answers from now on: what was asked once is asked again."""
+        if self._asking is not None:
+            self._asking.cancel()
+        self._facts, self._asking, self._met = None, None, False
+
     async def facts(self) -> Facts | None:
         """Version, layout and capabilities; asked once, because they can not change while the process lives."""
         if self._facts is None:

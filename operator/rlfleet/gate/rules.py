@@ -42,6 +42,11 @@ def for_this_process(asked: str, incarnation: str) -> None:
         raise GateError(ErrorReason.IDENTITY_MISMATCH, f"incarnation is {incarnation}, the call is for {asked}")
 
 
+def is_another_process(known: str | None, told: str | None) -> bool:
+    """The kubelet started the engine's container again: both names of it are known, and they differ."""
+    return known is not None and told is not None and known != told
+
+
 def same_order(op_id: str, kind: str, known: str, asked: str) -> None:
     """The same id asked again must be the same order (``known`` and ``asked`` are canonical texts)."""
     if known != asked:

@@ -130,6 +130,16 @@ class Store:
         self._put("incarnation", value)
 
     @property
+    def engine_process(self) -> str | None:
+        """What the kubelet called the engine's container when it was last told; None: it never was."""
+        value: str | None = self._get("engineProcess")
+        return value
+
+    @engine_process.setter
+    def engine_process(self, value: str) -> None:
+        self._put("engineProcess", value)
+
+    @property
     def paused(self) -> bool:
         """A pause was verified and no resume was asked since. Says nothing while the engine admits requests."""
         return bool(self._get("paused"))
@@ -205,6 +215,17 @@ class Store:
     @router_add_since_ms.setter
     def router_add_since_ms(self, value: int | None) -> None:
         self._put("routerAddSinceMs", value)
+
+    def forget_process(self, incarnation: str) -> None:
+        """Another engine process stands beside this gate: what was proven, paused, loaded or released is not its own.
+
+        Fence, enrolment, staged bytes and the log of operations stay; what had no known end ended with its process.
+        """
+        for key in ("paused", "seenAdmitting", "checksumMeaningful", "holds", "loadContext", "memory"):
+            self._put(key, None)
+        self._db.execute("DELETE FROM loads")
+        self.settle([r.id for r in self.unsettled()])
+        self.incarnation = incarnation
 
     # ------------------------------------------------------------------------------------------ operations
 

@@ -26,7 +26,7 @@ from .errors import (
 )
 from .guard import Guard
 from .limiter import Priority, RateLimiter
-from .resources import EVENTS, OPENAPI, OPENAPI_PATH, Resource
+from .resources import EVENTS, OPENAPI, OPENAPI_PATH, PODS, Resource
 from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
 
 Obj = dict[str, Any]
@@ -325,6 +325,19 @@ class KubeClient:
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         return await self._call("delete", "DELETE", res, res.path(ns, name), body=options, timeout=timeout, write=True)
+
+    async def evict(self, ns: str, name: str, *, uid: str, timeout: float) -> Obj:
+        """Have the pod with ``uid`` deleted within every PodDisruptionBudget; TooManyRequests if one refuses."""
+        if not uid:
+            raise ValueError("evict needs the UID of the pod that is meant")
+        body: Obj = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": ns},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        path = PODS.path(ns, name, "eviction")
+        return await self._call("create", "POST", PODS, path, body=body, timeout=timeout, write=True)
 
     async def _call(
         self,

@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str]
 
 
+#: Objects that are gone and still remembered.
+DEPARTED = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Something about ``key`` changed; ``labels`` and ``old_labels`` find the owners (empty: no object)."""
@@ -91,6 +95,7 @@ class Reflector:
         self._list_timeout = list_timeout
         self._on_reset = on_reset
         self._objects: dict[Key, Obj] = {}
+        self._departed: dict[str, Obj] = {}
         self._by_uid: dict[str, Key] = {}
         self._by_label: dict[str, dict[str, set[Key]]] = {label: {} for label in index_labels}
         self._written: dict[Key, _Written] = {}
@@ -121,6 +126,10 @@ class Reflector:
         """The object with this UID, if it is in the view."""
         key = self._by_uid.get(uid)
         return self._objects.get(key) if key else None
+
+    def last_of(self, uid: str) -> Obj | None:
+        """One of the ``DEPARTED`` objects that went last, as it was seen before it went; None: nothing is known."""
+        return self._departed.get(uid)
 
     def by_label(self, label: str, value: str, *, namespace: str | None = None) -> list[Obj]:
         """Objects whose indexed ``label`` has ``value``, in order of their names."""
@@ -316,6 +325,9 @@ class Reflector:
             return
         del self._objects[key]
         self._unindex(key, old)
+        self._departed[old["metadata"].get("uid", "")] = old
+        while len(self._departed) > DEPARTED:
+            del self._departed[next(iter(self._departed))]
         self._on_change(Change(key, old["metadata"].get("uid", ""), {}, old["metadata"].get("labels") or {}))
 
     def _unindex(self, key: Key, old: dict[str, Any]) -> None:

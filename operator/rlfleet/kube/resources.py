@@ -62,6 +62,7 @@ RESOURCESLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSl
 OPENAPI = Resource("", "v3", "openapi", "OpenAPI", namespaced=False)
 #: The schemas of our kinds as the apiserver publishes them. Every authenticated user may read it.
 OPENAPI_PATH = f"/openapi/v3/apis/{GROUP}/{VERSION}"
+PODDISRUPTIONBUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 RLPIPELINES = Resource(GROUP, VERSION, "rlpipelines", "RLPipeline")
 ENGINEPOOLS = Resource(GROUP, VERSION, "enginepools", "EnginePool")
 SYNCROUNDS = Resource(GROUP, VERSION, "syncrounds", "SyncRound")

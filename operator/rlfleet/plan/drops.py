@@ -12,6 +12,7 @@ from typing import Any
 
 from rlfleet.api import labels
 from rlfleet.plan import template
+from rlfleet.plan.adopt import adopts
 from rlfleet.plan.elastic import on_devices, shrinks_by_delete, wanted_pods
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
@@ -26,6 +27,8 @@ def is_unwanted(
     """
     if pool is None or "deletionTimestamp" in pool["metadata"]:
         return True
+    if adopts(pool):
+        return False
     try:
         index = int((pod["metadata"].get("labels") or {}).get(labels.ENGINE_INDEX, ""))
     except ValueError:

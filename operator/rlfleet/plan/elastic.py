@@ -20,6 +20,7 @@ from typing import Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import EngineState
+from rlfleet.plan.adopt import adopts
 from rlfleet.plan.asleep import is_offloaded, is_touched
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.template import assignments, is_pinned
@@ -27,6 +28,8 @@ from rlfleet.plan.topology import Device
 
 GIB = 2**30
 DEFAULT_RESIDUAL_GIB = 13.0
+#: More engines than a pool can have.
+MAX_REPLICAS = 1_000_000
 #: Capability of a gate whose engine can release its memory.
 OFFLOAD = "Offload"
 #: Most engines that are put to sleep or woken under one claim.
@@ -42,6 +45,8 @@ class Ceiling:
     offloads: bool
     """spec.shrink is Offload, or follows from the placement."""
     residual_bytes: int
+    owes: bool = True
+    """Engines that have no pod are missing. Of adopted pods there are as many as somebody makes."""
     devices: frozenset[Device] = frozenset()
     """Placement Pinned: the devices that it gives to engines."""
 
@@ -49,6 +54,8 @@ class Ceiling:
 def shrinks_by_delete(pool: Mapping[str, Any]) -> bool:
     """``spec.shrink``: Delete, also where it is absent and the scheduler owns the GPUs."""
     spec = pool["spec"]
+    if adopts(pool):
+        return False
     by_placement = "Delete" if (spec.get("placement") or {}).get("mode", "Scheduler") == "Scheduler" else "Offload"
     return str(spec.get("shrink") or by_placement) == "Delete"
 
@@ -59,7 +66,9 @@ def keeps_devices(pool: Mapping[str, Any]) -> bool:
 
 
 def wanted_pods(pool: Mapping[str, Any]) -> int:
-    """How many engines should have a pod: with shrink Delete the ceiling is one of pods."""
+    """How many engines should have a pod by our making: with shrink Delete the ceiling is one of pods."""
+    if adopts(pool):
+        return 0
     replicas = int(pool["spec"].get("replicas", 1))
     active = pool["spec"].get("active")
     return min(replicas, int(active)) if active is not None and shrinks_by_delete(pool) else replicas
@@ -88,9 +97,11 @@ def ceiling(pool: Mapping[str, Any]) -> Ceiling:
     active = spec.get("active")
     gib = float(spec.get("residualMemoryGiB") or DEFAULT_RESIDUAL_GIB)
     pinned = assignments(pool) if is_pinned(pool) else []
+    most = MAX_REPLICAS if adopts(pool) else replicas
     return Ceiling(
         replicas=replicas,
-        active=replicas if active is None else min(replicas, int(active)),
+        active=most if active is None else min(most, int(active)),
+        owes=not adopts(pool),
         offloads=not shrinks_by_delete(pool),
         residual_bytes=int(gib * GIB),
         devices=frozenset(Device(a.node, uuid) for a in pinned for uuid in a.devices),
@@ -149,7 +160,7 @@ def wish(
         pool = pools[name]
         ordered = sorted(members, key=lambda e: (_sleeps(e, last_asleep), e.index, e.name))
         awake = {e.name for e in ordered[: pool.active]}
-        owed += max(0, pool.active - len(ordered))
+        owed += max(0, pool.active - len(ordered)) if pool.owes else 0
         if not pool.offloads:
             continue  # its engines go by losing their pods
         resting.update(e.name for e in ordered if e.name not in awake or lies_on(e, held))

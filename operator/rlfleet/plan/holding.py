@@ -55,6 +55,19 @@ class Wishes:
     """Another sender process is reported, which counts its versions anew: a Refresh of it is to be expected."""
 
 
+def on_failure_of(names: Iterable[str], engines: Mapping[str, Engine], *, asked: str) -> tuple[str, str]:
+    """What becomes of these engines in the end (Replace or Hold), and why, for people.
+
+    ``asked``: spec.sync.onFailure. Pods that somebody else makes are not replaced: where no other is left, a person
+    must act.
+    """
+    left = [engines[n] for n in names if n in engines and not engines[n].gone]
+    adopted = sorted(e.name for e in left if not e.owned)
+    if asked == "Replace" and left and len(adopted) == len(left):
+        return "Hold", f"{', '.join(adopted[:4])}: nobody but its maker replaces an adopted pod"
+    return asked, f"onFailure is {asked}"
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One look of a round that has whole members."""

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rlfleet.api import labels
@@ -19,6 +19,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
+from rlfleet.plan.adopt import engine_process
 from rlfleet.plan.asleep import is_offloaded, is_touched
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Committed
@@ -82,6 +83,8 @@ class PodFact:
     """Why a person keeps it out of service; None: nobody does."""
     tls: bool = False
     """Its gate serves TLS."""
+    process: str = ""
+    """Adopted pods: what the kubelet calls the engine's present container, which may restart in place."""
 
     @property
     def live(self) -> bool:
@@ -145,7 +148,9 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     state = engine.get("state") or {}
     phase = status.get("phase") or "Pending"
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or [] if o.get("controller")), {})
-    finished = phase in ("Failed", "Succeeded") or "terminated" in state
+    # Where the container may restart in place its end is not the pod's.
+    for_good = ((pod.get("spec") or {}).get("restartPolicy") or "Never") == "Never"
+    finished = phase in ("Failed", "Succeeded") or (for_good and "terminated" in state)
     return PodFact(
         name=meta["name"],
         uid=meta["uid"],
@@ -174,6 +179,20 @@ def _current(pod: Mapping[str, Any], conditions: Mapping[Any, Any]) -> bool | No
     if not any(g.get("conditionType") == labels.WEIGHTS_CURRENT for g in gates):
         return None
     return conditions.get(labels.WEIGHTS_CURRENT) == "True"
+
+
+def adopted_fact(pod: Mapping[str, Any], index: int) -> PodFact:
+    """Read one pod that somebody else makes, as engine ``index`` of the pool that adopts it."""
+    fact = pod_fact(pod, owner_uid="")
+    return replace(fact, index=index, owned=True, template_hash="", assignment="", process=engine_process(pod))
+
+
+def disruption_of(pod: Mapping[str, Any]) -> str:
+    """Why others are about to end the pod (eviction, preemption, drain, taint), in the API's words; empty: none is."""
+    for c in (pod.get("status") or {}).get("conditions") or []:
+        if c.get("type") == "DisruptionTarget" and c.get("status") == "True":
+            return ": ".join(str(c[k]) for k in ("reason", "message") if c.get(k)) or "DisruptionTarget"
+    return ""
 
 
 def _ending(status: Mapping[str, Any], engine: Mapping[str, Any]) -> str:

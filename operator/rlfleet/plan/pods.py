@@ -57,6 +57,11 @@ ENGINE_URL_ENV: Final = "RLFLEET_ENGINE_URL"
 CHECKPOINT_DIR_ENV: Final = "RLFLEET_CHECKPOINT_DIR"
 #: Tells a gate that it is not ready before its engine's first weights came.
 READY_WHEN_PROVEN_ENV: Final = "RLFLEET_READY_WHEN_PROVEN"
+#: Ask tools that empty nodes to save money to leave this pod's node alone.
+KEEP_NODE: Final = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
 #: What a namespace that enforces the restricted Pod Security Standard asks of every container; the gate needs no more.
 _GATE_SECURITY: Final[Mapping[str, Any]] = {
@@ -139,10 +144,10 @@ def build_pod(
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
             },
             "annotations": {
+                # A node drained for cost would take an engine, and with it a member of a round. Set once, whatever
+                # rounds do; what the template says goes before it.
+                **KEEP_NODE,
                 **(template_meta.get("annotations") or {}),
-                # A node drained for cost would take an engine, and with it a member of a round.
-                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-                "karpenter.sh/do-not-disrupt": "true",
                 **placed,
             },
             "ownerReferences": [

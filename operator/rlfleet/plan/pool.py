@@ -50,6 +50,10 @@ class PoolView:
     """Indices whose devices a trainer demands: no pod is made for them meanwhile."""
     vacate: frozenset[int] = frozenset()
     """Those of them whose pods are to go, because the pool shrinks by deletion."""
+    outdated: frozenset[str] = frozenset()
+    """UIDs of living pods that are replaced now because their template changed (plan.rolling)."""
+    adopted: bool = False
+    """Somebody else makes and deletes the pods: only the addresses of those that ended are looked after."""
     held_back: frozenset[int] = frozenset()
     """Indices whose last engines failed quickly: the next one waits."""
     predecessors: Mapping[int, str] = field(default_factory=dict)
@@ -107,6 +111,9 @@ def by_index(pods: Iterable[PodFact]) -> dict[int, list[PodFact]]:
 
 def plan_pods(view: PoolView) -> PodPlan:
     """Decide. Actions may be executed in any order: each is safe by itself."""
+    if view.adopted:
+        going = (p for p in view.pods if p.deleting or p.finished)
+        return PodPlan(unroute=tuple(p for p in going if p.ip and p.uid not in view.unrouted))
     wanted = view.replicas if view.slots is None else min(view.replicas, view.slots)
     indexed = by_index(view.pods)
     waits: list[tuple[Reason, str]] = []
@@ -155,6 +162,8 @@ def plan_pods(view: PoolView) -> PodPlan:
                 surplus.append(Delete(pod, Reason.SCALING_DOWN))
             elif pod is not keep:
                 surplus.append(Delete(pod, Reason.REPLACING))
+            elif pod.uid in view.outdated:
+                surplus.append(Delete(pod, Reason.UPDATING))
     surplus.sort(key=lambda d: (d.pod.ready, -d.pod.index, d.pod.uid))
     if surplus and not view.may_remove:
         waits.append((Reason.ROUND_IN_PROGRESS, f"{len(surplus)} engines are removed when the running round has ended"))

@@ -79,6 +79,14 @@ class Observed:
     elastic: Elastic = field(default_factory=Elastic)
     admin_key: bool = False
     """New pods give their engine a key for its control paths that only their gate knows."""
+    selector: str = ""
+    """Label selector of the pool's pods, as text."""
+    adopted: bool = False
+    """Somebody else makes the pods."""
+    replaces: bool = False
+    """spec.sync.onFailure of the pipeline is Replace."""
+    rolling: bool = False
+    """The operator itself replaces pods of an earlier template."""
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -136,7 +144,8 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
     rows = sorted(observed.rows, key=lambda r: (r.pod.index, r.pod.created, r.pod.uid))
     counts = Counter(r.derived.state for r in rows)
     playing = {r.pod.index for r in rows if r.derived.state is not EngineState.DRAINING}
-    counts[EngineState.PENDING] += len(set(range(observed.replicas)) - playing)
+    if not observed.adopted:
+        counts[EngineState.PENDING] += len(set(range(observed.replicas)) - playing)
     by_version: dict[int, list[int]] = {}
     for row in rows:
         if row.gate and row.gate.holds and row.derived.state is not EngineState.FAILED and row.pod.index >= 0:
@@ -151,7 +160,7 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
         "observedGeneration": observed.generation,
         "replicas": sum(not r.pod.finished for r in rows),
         "readyReplicas": sum(r.pod.ready for r in rows),
-        "selector": f"{labels.POOL}={observed.pool}",
+        "selector": observed.selector or f"{labels.POOL}={observed.pool}",
         "counts": {state.value.lower(): counts[state] for state in EngineState},
         "versions": [
             {"version": v, "engines": ranges(by_version[v])}
@@ -160,7 +169,7 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
         "engines": [entry(r, observed) for r in listed],
         "templateHash": observed.template_hash,
         "fencing": "Enforced" if observed.admin_key and not any(r.outdated for r in rows) else "Cooperative",
-        "admissionGuarantee": "Enforced",
+        "admissionGuarantee": "DetectOnly" if observed.adopted else "Enforced",
         "conditions": [dict(c) for c in conditions],
     }
     return {k: v for k, v in built.items() if v is not None}
@@ -175,9 +184,12 @@ def _conditions(
     yield _admission(o, rows)
     yield _degraded(o, rows)
     yield from elastic_conditions(rows, o.elastic)
+    if o.adopted:
+        return
     outdated = sum(r.outdated for r in rows)
     if outdated:
-        message = f"{outdated} of {len(rows)} pods were made from an earlier template; delete them to update"
+        what = "they are replaced, as spec.updateStrategy says" if o.rolling else "delete them to update"
+        message = f"{outdated} of {len(rows)} pods were made from an earlier template; {what}"
         yield PoolCondition.TEMPLATE_OUTDATED, ConditionStatus.TRUE, Reason.TEMPLATE_CHANGED, message
     else:
         yield PoolCondition.TEMPLATE_OUTDATED, ConditionStatus.FALSE, Reason.TEMPLATE_CURRENT, ""
@@ -197,6 +209,9 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
     wanted = o.replicas if o.awake is None else o.awake
     asleep = counts[EngineState.OFFLOADED]
     text = f"{active} of {wanted} engines are active" + (f", {asleep} sleep" if asleep else "")
+    if o.adopted and o.replicas == 0:
+        message = f"no pod with a gate carries the labels of spec.source.adopt.selector ({o.selector})"
+        return type_, ConditionStatus.FALSE, Reason.NO_ENGINES, message
     if o.replicas == 0:
         return type_, ConditionStatus.TRUE, Reason.NO_ENGINES, "spec.replicas is 0"
     if wanted == 0:
@@ -310,6 +325,14 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
         assert first.derived.reason is not None
         text = f"{len(sleepless)} engines, among them {first.pod.name}: {first.derived.message}"
         problems.append(Problem(first.derived.reason, text))
+    helpless = [r for r in quarantined + spent if o.replaces] if o.adopted else []
+    if helpless:
+        names = ", ".join(r.pod.name for r in helpless[:4])
+        text = (
+            f"{names}: spec.sync.onFailure is Replace, but nobody but its maker replaces an adopted pod: delete it, or "
+            "sync"
+        )
+        problems.append(Problem(Reason.NOT_REPLACED, text))
     failed = [r for r in rows if r.derived.state is EngineState.FAILED]
     if failed:
         problems.append(

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from rlfleet.api.wire import EngineState
 from rlfleet.plan.allowance import caught_up
+from rlfleet.plan.drops import is_closed
 from rlfleet.plan.rounds import TERMINAL, Committed, Engine
 from rlfleet.plan.verdicts import at_committed
 
@@ -63,10 +64,13 @@ def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act
         return None
     if s.uncertain:
         # Settling pauses it; one that leaves keeps serving what it has until its pool takes it away.
-        return None if e.unwanted else (Act.SETTLE, False)
+        return None if e.unwanted and e.owned else (Act.SETTLE, False)
     listed = any(s.routed.values())
     # A pause that is neither proven nor disproved: paused past its gate, or a health check failed just now.
     doubtful = s.engine.paused is None
+    if e.unwanted and not e.owned:
+        # Nobody deletes its pod, so it does not go by itself: it is left closed.
+        return None if is_closed(e) else (Act.CLOSE, doubtful)
     if at_committed(e, committed):
         if e.unwanted or e.resting or e.quarantined or not caught_up(e, committed):
             return None  # plan.elastic or plan.quarantine sees to it; another checksum is a CatchUp's business

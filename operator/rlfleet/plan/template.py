@@ -205,7 +205,10 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
 
 def gate_variable(pod: Mapping[str, Any], name: str) -> str | None:
     """A variable of a pod's gate, as the pod was made; None where it has no such value."""
-    gate: Mapping[str, Any] = next((c for c in pod["spec"].get("initContainers") or [] if c.get("name") == GATE), {})
+    # Adopted pods may run it as an ordinary container.
+    spec: Mapping[str, Any] = pod.get("spec") or {}
+    containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+    gate: Mapping[str, Any] = next((c for c in containers if c.get("name") == GATE), {})
     found: Mapping[str, Any] = next((e for e in gate.get("env") or [] if e.get("name") == name), {})
     return found.get("value") or None
 

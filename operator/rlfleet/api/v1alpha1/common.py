@@ -52,6 +52,21 @@ UNIQUE: dict[str, Any] = {"x-kubernetes-list-type": "set"}
 #: A map that is written as a whole.
 ATOMIC_MAP: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
 
+#: Engines as a number, or as a percentage of those that are meant.
+COUNT_OR_PERCENT: dict[str, Any] = {
+    "x-kubernetes-int-or-string": True,
+    "maxLength": 32,
+    "minimum": 0,
+    "maximum": 4096,
+    # A rule instead of a pattern, whose answer would only cite a regular expression.
+    **rules(
+        rule(
+            "type(self) == int || self.matches('^(100|[1-9]?[0-9])%$')",
+            "maxUnavailable must be a number of engines, or a percentage from 0% to 100%",
+        )
+    ),
+}
+
 ObjectName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")]
 DeviceId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]

@@ -8,12 +8,11 @@ concern pods.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
-    MAX_EXACT,
     UNIQUE,
     KubernetesObject,
     LabelSelector,
@@ -28,11 +27,9 @@ from rlfleet.api.v1alpha1.common import (
     rule,
     rules,
 )
+from rlfleet.api.v1alpha1.enginepool_pods import NEW_POOL, POD_RULES, DisruptionBudget, Gate, Source, UpdateStrategy
 from rlfleet.api.v1alpha1.enginepool_status import EnginePoolStatus
-from rlfleet.api.v1alpha1.podtemplate import PodTemplate
 from rlfleet.api.wire import RouterType
-
-NEW_POOL = "create another EnginePool"
 
 
 class EngineType(StrEnum):
@@ -54,14 +51,6 @@ class Shrink(StrEnum):
 
     OFFLOAD = "Offload"
     DELETE = "Delete"
-
-
-class PullPolicy(StrEnum):
-    """When the gate's image is pulled."""
-
-    ALWAYS = "Always"
-    IF_NOT_PRESENT = "IfNotPresent"
-    NEVER = "Never"
 
 
 class EngineSpec(Spec):
@@ -86,15 +75,6 @@ class EngineSpec(Spec):
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,
         description="Model name or path, given to the engine container as environment variable RLFLEET_MODEL.",
-    )
-
-
-class Source(Spec):
-    """Where engines come from."""
-
-    template: PodTemplate = Field(
-        description="Engines are pods that the operator creates from this template. A change does not touch running "
-        "pods (updateStrategy OnDelete): condition TemplateOutdated says that some are older."
     )
 
 
@@ -232,75 +212,6 @@ class Router(Spec):
     )
 
 
-Quantity = Annotated[
-    int | str,
-    Field(
-        json_schema_extra={
-            "x-kubernetes-int-or-string": True,
-            "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE]|[eE][0-9]+)?$",
-            "maxLength": 32,
-            "minimum": 0,
-            "maximum": MAX_EXACT,
-        }
-    ),
-]
-ResourceName = Annotated[str, Field(max_length=317)]
-
-
-class Resources(Spec):
-    """Compute resources of the gate."""
-
-    limits: dict[ResourceName, Quantity] = Field(
-        default_factory=dict,
-        max_length=8,
-        description="Upper limits. Staged weights count against memory, so it must exceed stagingMiB.",
-    )
-    requests: dict[ResourceName, Quantity] = Field(
-        default_factory=dict, max_length=8, description="Guaranteed amounts."
-    )
-
-
-class Gate(Spec):
-    """The sidecar that drives the engine for the operator."""
-
-    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] = Field(
-        description="Container image with the rlfleet gate."
-    )
-    image_pull_policy: PullPolicy | None = Field(
-        default=None, description="When the image is pulled; absent: Kubernetes decides by the image's tag."
-    )
-    port: Port = Field(
-        default=9440, description="Port of the gate.", json_schema_extra=immutable("gate.port", NEW_POOL)
-    )
-    staging_mi_b: int = Field(
-        default=1024,
-        ge=1,
-        le=4_194_304,
-        alias="stagingMiB",
-        description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model, "
-        "or with transport.staging Bucket one bucket.",
-    )
-    checkpoint_volume: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
-        default=None,
-        description="Name of the volume of source.template that holds checkpoints "
-        "(RLPipeline.spec.weights.checkpoint). The engine container must mount it; the gate mounts it at the "
-        "same path, read-only.",
-    )
-    resources: Resources | None = Field(
-        default=None,
-        description="Compute resources of the gate container; absent: requests that fit stagingMiB, and no limits.",
-    )
-
-
-class UpdateStrategy(Spec):
-    """When pods take over a changed template."""
-
-    type: Literal["OnDelete"] = Field(
-        default="OnDelete",
-        description="OnDelete: a pod takes over a changed template when it is deleted and recreated.",
-    )
-
-
 class EnginePoolSpec(Spec):
     """What the user wants of a pool."""
 
@@ -324,6 +235,7 @@ class EnginePoolSpec(Spec):
                 "placement Claims needs shrink Offload: without its pods a train block may move to other GPUs",
                 at=".shrink",
             ),
+            *POD_RULES,
             rule(
                 "self.gate.port != self.engine.port",
                 "gate.port and engine.port must differ: both listen on the pod's address",
@@ -340,7 +252,8 @@ class EnginePoolSpec(Spec):
         default=1,
         ge=0,
         le=1024,
-        description="How many engines there should be, awake or asleep. 0 is legal; kubectl scale changes it.",
+        description="How many engines there should be, awake or asleep. 0 is legal; kubectl scale changes it. Not with "
+        "source.adopt.",
     )
     active: Annotated[int, Field(ge=0, le=1024)] | None = Field(
         default=None,
@@ -353,7 +266,7 @@ class EnginePoolSpec(Spec):
         default=None,
         description="How an engine gives its GPUs up, for spec.active or for a trainer that demands them. Offload: its "
         "process stays and releases its device memory. Delete: its pod is deleted. Absent: Delete with placement "
-        "Scheduler (the GPU goes back to the scheduler), else Offload.",
+        "Scheduler (the GPU goes back to the scheduler), else Offload. Adopted pods always Offload.",
     )
     residual_memory_gi_b: float = Field(
         default=13.0,
@@ -374,9 +287,14 @@ class EnginePoolSpec(Spec):
         description="Routers that each gate adds its own engine to. None is legal: then clients call engines directly.",
         json_schema_extra=keyed_by("name"),
     )
-    gate: Gate = Field(description="The sidecar that drives the engine for the operator.")
+    gate: Gate = Field(default=Gate(), description="The sidecar that drives the engine for the operator.")
     update_strategy: UpdateStrategy = Field(
         default=UpdateStrategy(), description="When pods take over a changed template."
+    )
+    disruption_budget: DisruptionBudget | None = Field(
+        default=None,
+        description="How many engines others may evict at the same time. Absent: one engine of source.template, and no "
+        "limit of ours for adopted pods, whose owner may have set one.",
     )
 
 

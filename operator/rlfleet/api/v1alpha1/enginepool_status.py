@@ -146,9 +146,11 @@ class EnginePoolStatus(Status):
         description="Enforced: nobody but the gate can change the engine. Cooperative: others in the cluster could "
         "call the engine's control endpoints directly.",
     )
-    admission_guarantee: Literal["Enforced"] | None = Field(
+    admission_guarantee: Literal["Enforced", "DetectOnly"] | None = Field(
         default=None,
-        description="Enforced: an engine is never routed before it is proven to hold the committed version.",
+        description="Enforced: an engine is never routed before it is proven to hold the committed version. DetectOnly "
+        "(adopted pods): an engine that restarts in place may serve what it started with until that is detected and it "
+        "is closed, a poll later.",
     )
     conditions: ConditionList = Field(
         default=(),

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
+    COUNT_OR_PERCENT,
     UNIQUE,
     KubernetesObject,
     NodeDevices,
@@ -242,19 +243,7 @@ class SyncSpec(Spec):
         default="10%",
         description="How many engines of a round may be missing for it to go on: a number, or a percentage of the "
         "members, rounded up. More than that and the round fails before anything is committed.",
-        json_schema_extra={
-            "x-kubernetes-int-or-string": True,
-            "maxLength": 32,
-            "minimum": 0,
-            "maximum": 4096,
-            # A rule instead of a pattern, whose answer would only cite a regular expression.
-            **rules(
-                rule(
-                    "type(self) == int || self.matches('^(100|[1-9]?[0-9])%$')",
-                    "maxUnavailable must be a number of engines, or a percentage from 0% to 100%",
-                )
-            ),
-        },
+        json_schema_extra=COUNT_OR_PERCENT,
     )
     probe_generation: bool = Field(
         default=False,

@@ -59,10 +59,17 @@ class EnrollRequest(Request):
     engine_url: Url = Field(description="the URL under which routers know this engine")
     routers: tuple[RouterEndpoint, ...] = Field(default=(), max_length=16)
     public_keys: dict[str, str] = Field(default_factory=dict, max_length=8)
+    engine_process: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None,
+        description="what the kubelet calls the engine's present container; only told where it may restart in place "
+        "(adopted pods). Another one than before is another engine process: the gate stores a new incarnation",
+    )
 
     def digest(self) -> str:
         """Names what is told, whatever the generation, so that a gate that was told anything else is told again."""
         body = self.model_dump(mode="json", by_alias=True, exclude={"generation"})
+        if self.engine_process is None:
+            del body["engineProcess"]  # as gates and operators from before it was there have it
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -121,6 +121,9 @@ class GateStatus(Report):
     incarnation: str | None = Field(default=None, description="None until the gate has met its engine process")
     enrolled: bool = False
     enrolment: str = Field(default="", description="EnrollRequest.digest of the latest one that was accepted")
+    engine_process: str | None = Field(
+        default=None, description="EnrollRequest.engineProcess of the engine that the incarnation stands for"
+    )
     pipeline: str = ""
     pool: str = ""
     engine_name: str = ""

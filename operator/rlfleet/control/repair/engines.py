@@ -137,6 +137,11 @@ class EngineRepair:
         await order("Pause", uncertain, wire.PauseOrder())
         # What a pause does not settle is an addition to a router, or a removal: reading it back settles that.
         await order("Close", [n for n in uncertain if n in due(Act.SETTLE)], wire.CloseOrder())
+        # Engines that go and whose pods stay end what they run; nobody would resume a request that is only held.
+        going = [n for n in due(Act.CLOSE) if self._fleet.engines[n].unwanted]
+        await order("Close", going, wire.CloseOrder())
+        drain = float(self._ledger.spec["sync"]["drainSeconds"])
+        await order("Pause", going, wire.PauseOrder(mode=wire.PauseMode.WAIT, drain_seconds=drain))
         wrong = due(Act.CLOSE)
         await order("Pause", [n for n in wrong if self._paused(n) is not True], wire.PauseOrder())
         await order("Close", wrong, wire.CloseOrder())

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,13 @@ from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
+from rlfleet.plan.adopt import adopted, adopts, engine_process, indices, selector_of
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.identity import is_poisoned
+from rlfleet.plan.lifecycle import disruption_of
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
 
@@ -39,6 +41,15 @@ Obj = dict[str, Any]
 
 #: Seconds between two looks at operations that somebody else started.
 LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An adopted pod, its pool, and its place there."""
+
+    pod: Obj
+    pool: str
+    index: int
 
 
 @dataclass(slots=True)
@@ -55,6 +66,10 @@ class Fleet:
     pools: dict[str, Obj] = field(default_factory=dict)
     held: frozenset[Device] = frozenset()
     """Devices that a trainer demands: engines on them are to sleep."""
+    departing: dict[str, str] = field(default_factory=dict)
+    """Pods (UIDs) that somebody has asked to go, seen by this execution, with why others did (see ``departure``)."""
+    processes: dict[str, str] = field(default_factory=dict)
+    """Adopted engines: what the kubelet calls the containers that run now, by pod name."""
     owed: int = 0
     """Engines that are to be awake and have no pod yet."""
 
@@ -77,29 +92,68 @@ class Fleet:
             kube.list(ENGINEPOOLS, self.namespace, timeout=self.ctx.settings.api_timeout),
         )
         self.pools = {p["metadata"]["name"]: p for p in pools.items}
-        claimed = {claim for pod in listed.items if is_owned(pod) for claim, _ in engine_uses(pod)}
+        made = [pod for pod in listed.items if is_owned(pod)]
+        given = await self._adopted(pools.items)
+        claimed = {claim for pod in [*made, *(g.pod for g in given)] for claim, _ in engine_uses(pod)}
         claims = await read_allocations(self.ctx, self.namespace, claimed)
         known = {e.pod_uid: e.status for e in self.engines.values()}
         self.engines = {}
         self.peers = {}
         self.pods = {}
-        for pod in listed.items:
-            if not is_owned(pod):
-                continue
-            engine = engine_of(pod)
+        self.processes = {g.pod["metadata"]["name"]: engine_process(g.pod) for g in given}
+        for pod, engine in [
+            *((pod, engine_of(pod)) for pod in made),
+            *((g.pod, engine_of(g.pod, adopter=g.pool, index=g.index)) for g in given),
+        ]:
             pool = self.pools.get(engine.pool)
+            maker = pool if made_by(pod, pool) or engine.name in self.processes else None
             engine = replace(
                 engine,
-                unwanted=is_unwanted(pod, pool if made_by(pod, pool) else None, held=self.held),
+                unwanted=is_unwanted(pod, maker, held=self.held),
                 claimed=claim_evidence(engine_uses(pod), claims),
             )
             self.pods[engine.name] = pod
-            self.engines[engine.name] = replace(engine, status=known.get(engine.pod_uid))
+            self.engines[engine.name] = replace(engine, status=self._met(engine.name, known.get(engine.pod_uid)))
             peer = gate_peer(pod)
             if peer is not None and not engine.gone:
                 self.peers[engine.name] = peer
+            if engine.leaving:
+                self.departing[engine.pod_uid] = disruption_of(pod)
         self.ctx.gates.forget(self.pipeline_uid, {e.pod_uid for e in self.engines.values()})
         self.rest()
+
+    async def _adopted(self, pools: Sequence[Obj]) -> list[Given]:
+        """Pods that pools of this pipeline adopt; listed live, one call for each such pool."""
+        mine = [p for p in pools if adopts(p) and p["spec"]["pipeline"] == self.pipeline]
+        kube = self.ctx.kube.at(Priority.ROUND)
+        texts = [",".join(f"{k}={v}" for k, v in sorted(selector_of(p).items())) for p in mine]
+        lists = await asyncio.gather(
+            *(kube.list(PODS, self.namespace, label_selector=t, timeout=self.ctx.settings.api_timeout) for t in texts)
+        )
+        found = []
+        for pool, listed in zip(mine, lists, strict=True):
+            got = adopted(pool, pools, listed.items).pods
+            places = indices(got)
+            found += [Given(p, pool["metadata"]["name"], places[p["metadata"]["uid"]]) for p in got]
+        return found
+
+    def departure(self, pod_uid: str) -> str | None:
+        """Why a pod was ended by somebody who asked for it, in the API's words; None: nobody asked, as far as is known.
+
+        A pod can come, be told to go and be gone between two looks; then the view of pods has seen it.
+        """
+        seen = self.ctx.pods.by_uid(pod_uid) or self.ctx.pods.last_of(pod_uid)
+        if pod_uid not in self.departing and seen is not None:
+            why = disruption_of(seen)
+            if why or "deletionTimestamp" in seen["metadata"]:
+                self.departing[pod_uid] = why
+        return self.departing.get(pod_uid)
+
+    def _met(self, name: str, status: wire.GateStatus | None) -> wire.GateStatus | None:
+        """What a gate says of an engine process that its kubelet has replaced since is said of nobody that is there."""
+        if status is None or self.processes.get(name, status.engine_process) == status.engine_process:
+            return status
+        return status.model_copy(update={"incarnation": None, "holds": None})
 
     def rest(self) -> None:
         """Mark the engines that are to sleep, by what is known of them now."""
@@ -120,7 +174,7 @@ class Fleet:
         """Remember what a gate said of itself (None: nothing, or that it refuses us)."""
         if status is not None:
             self.ctx.gates.answered(self.pipeline_uid, status)
-        self.engines[name] = replace(self.engines[name], status=status, refusal=refusal)
+        self.engines[name] = replace(self.engines[name], status=self._met(name, status), refusal=refusal)
 
     def live(self) -> list[str]:
         """Names of pods that are not proven gone."""

@@ -21,7 +21,7 @@ from rlfleet.control.rounds.exits import look_for_exits
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS
-from rlfleet.plan.holding import Move, Turn, overdue, planned_pods, turn
+from rlfleet.plan.holding import Move, Turn, on_failure_of, overdue, planned_pods, turn
 from rlfleet.plan.rounds import Member, RoundRef, held
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
@@ -57,19 +57,22 @@ class Healing:
             await self.ledger.still_ours()
             await hear_demands(self.run)
             outcome, verdicts = await self.closing.look(transfer)
-            self.in_the_way.see({*outcome.missing, *outcome.unfenced, *outcome.blocked})
+            lacking = {*outcome.missing, *outcome.unfenced, *outcome.blocked}
+            self.in_the_way.see(lacking)
             if outcome.next in (Next.HOLD, Next.WAIT_FENCE) and (message := self._message(outcome)) != said:
                 waits = outcome.next is Next.WAIT_FENCE
                 await self.run.phase("Holding", Reason.NOT_ALL_FENCED if waits else Reason.HOLDING, message)
                 said, asked = message, False
             wishes, newer = await look_for_exits(self.run, self.closing)
+            asks = str(self.ledger.spec["sync"]["onFailure"])
+            on_failure, why = on_failure_of(lacking, self.fleet.engines, asked=asks)
             move = turn(
                 Turn(
                     outcome.next,
                     wishes,
                     can_heal=self._can_heal(transfer, verdicts),
                     spent=self._spent(outcome),
-                    on_failure=str(self.ledger.spec["sync"]["onFailure"]),
+                    on_failure=on_failure,
                 )
             )
             if await self._leave(move, transfer, outcome, newer):
@@ -80,7 +83,7 @@ class Healing:
                 await self.in_the_way.replace(planned_pods(transfer.plan, self.fleet.engines.values()))
             elif move is Move.ASK and not asked:
                 spent = "pausedSeconds are" if self._late() else f"{LOAD_TRIES} tries for each of them are"
-                note = f"{spent} spent and onFailure is Hold: delete the named pods, or cancel the round"
+                note = f"{spent} spent and {why}: delete the named pods, or cancel the round"
                 await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{said}; {note}")
                 asked = True
             await asyncio.sleep(TURN_SECONDS)

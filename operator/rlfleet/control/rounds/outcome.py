@@ -108,6 +108,8 @@ def member_results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> l
     """``status.members``: what became of each member."""
     # Up to 64 members everyone is listed; in larger rounds only the exceptions, so that status stays small.
     listed = {e: v for e, v in verdicts.items() if len(verdicts) <= MAX_LISTED or v is not Verdict.WHOLE}
+    members = transfer.plan.members if transfer is not None else ()
+    disrupted = {m.engine for m in members if transfer is not None and transfer.fleet.departure(m.pod_uid)}
     rows = []
     for engine, v in sorted(listed.items()):
         row = {"engine": engine, "result": _RESULT[v]}
@@ -115,7 +117,7 @@ def member_results(transfer: Transfer | None, verdicts: dict[str, Verdict]) -> l
         if v is Verdict.LOST:
             row["reason"] = Reason.LOST.value
         elif v is Verdict.DROPPED:
-            row["reason"] = Reason.DROPPED.value
+            row["reason"] = (Reason.DISRUPTED if engine in disrupted else Reason.DROPPED).value
         elif v is not Verdict.WHOLE and known is not None:
             row["reason"] = known[0].value
         elif v is Verdict.POISONED:

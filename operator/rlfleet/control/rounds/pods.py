@@ -1,7 +1,8 @@
 """Engine pods as the apiserver tells of them: whose they are, where their gates are, whether they live. Pure.
 
 Invariants:
-- only pods that a pool made are engines: a label alone, which anybody may write, makes nobody a member of a round;
+- only pods that a pool made, or that its selector adopts, are engines: a label of ours alone, which anybody may write,
+  makes nobody a member of a round;
 - gone and unborn are proven by the pod's own status; whatever it leaves open counts as "may still serve".
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 
 from rlfleet.api import labels, naming, wire
 from rlfleet.control.peers import Peer
+from rlfleet.plan.adopt import made_by_pool
+from rlfleet.plan.lifecycle import disruption_of
 from rlfleet.plan.pods import CHECKPOINT_DIR_ENV
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Engine
@@ -19,9 +22,14 @@ from rlfleet.plan.template import TLS_DIR_ENV, gate_variable
 from rlfleet.plan.topology import assigned_evidence
 
 
+def _all(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Adopted pods may run the gate as an ordinary container."""
+    return [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]
+
+
 def gate_port(pod: Mapping[str, Any]) -> int:
     """The port that the pod's gate listens on, from the pod itself (the pool's spec may have changed since)."""
-    for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]:
+    for container in _all(pod):
         if container.get("name") == "gate":
             for port in container.get("ports") or []:
                 return int(port["containerPort"])
@@ -73,10 +81,7 @@ def is_unborn(pod: Mapping[str, Any]) -> bool:
 
 def is_owned(pod: Mapping[str, Any]) -> bool:
     """An EnginePool controls the pod."""
-    return any(
-        o.get("controller") and o.get("kind") == "EnginePool" and o.get("apiVersion", "").startswith(f"{labels.GROUP}/")
-        for o in pod["metadata"].get("ownerReferences") or []
-    )
+    return bool(made_by_pool(pod))
 
 
 def made_by(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
@@ -85,23 +90,26 @@ def made_by(pod: Mapping[str, Any], pool: Mapping[str, Any] | None) -> bool:
     return any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or [])
 
 
-def engine_of(pod: Mapping[str, Any]) -> Engine:
-    """An engine pod as the planner sees it, before its gate was asked."""
+def engine_of(pod: Mapping[str, Any], *, adopter: str = "", index: int | None = None) -> Engine:
+    """An engine pod as the planner sees it, before its gate was asked.
+
+    ``adopter``: name of the pool that adopts it, which then counts it as engine ``index``; empty: a pool made it.
+    """
     meta = pod["metadata"]
     peer = gate_peer(pod)
     assigned = (meta.get("annotations") or {}).get(labels.DEVICES)
     return Engine(
         name=meta["name"],
-        pool=(meta.get("labels") or {}).get(labels.POOL, ""),
+        pool=adopter or (meta.get("labels") or {}).get(labels.POOL, ""),
         pod_uid=meta["uid"],
         url=peer.url if peer else "",
         status=None,
         gone=is_gone(pod),
-        leaving="deletionTimestamp" in meta,
+        leaving="deletionTimestamp" in meta or bool(disruption_of(pod)),
         owned=is_owned(pod),
         unborn=is_unborn(pod),
         assigned=assigned_evidence(assigned) if assigned else None,
-        index=_index(pod),
+        index=_index(pod) if index is None else index,
         checkpoint_mount=checkpoint_mount(pod),
         quarantined=quarantine_of(pod) is not None,
     )

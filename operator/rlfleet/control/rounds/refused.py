@@ -21,7 +21,7 @@ from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.control.rounds.preparing import frozen
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.resources import SYNCROUNDS
-from rlfleet.plan.holding import Move, RefusedTurn, inherited, left_closed, refused_turn
+from rlfleet.plan.holding import Move, RefusedTurn, inherited, left_closed, on_failure_of, refused_turn
 from rlfleet.plan.rounds import RoundPlan, RoundRef, held
 from rlfleet.plan.verdicts import abort, unfenced
 
@@ -103,6 +103,8 @@ class RefusedHold:
             in_the_way.see(closed)
             wishes, newer = await look_for_exits(self.run, self.ending)
             rested = fresh or self.ctx.clock.monotonic() >= began + START_OVER_SECONDS
+            asks = str(self.ledger.spec["sync"]["onFailure"])
+            on_failure, why = on_failure_of(closed, self.fleet.engines, asked=asks)
             move = refused_turn(
                 RefusedTurn(
                     closed=len(closed),
@@ -110,7 +112,7 @@ class RefusedHold:
                     can_start=rested and self._can_start(),
                     start_overs=int(refused.get("startOvers") or 0),
                     spent=self.ctx.clock.monotonic() >= self.run.deadline("pausedSeconds", "pausedAt"),
-                    on_failure=str(self.ledger.spec["sync"]["onFailure"]),
+                    on_failure=on_failure,
                 )
             )
             if move is Move.START_OVER:
@@ -126,7 +128,7 @@ class RefusedHold:
             if move is Move.REPLACE:
                 await in_the_way.replace(uids)
             elif move is Move.ASK and not asked:
-                note = "pausedSeconds are spent and onFailure is Hold: delete these pods, or cancel the round"
+                note = f"pausedSeconds are spent and {why}: delete these pods, or cancel the round"
                 said = self._message(Reason.parse(refused["reason"]), str(refused["message"]), closed)
                 await self.run.phase("Holding", Reason.HOLDING_NEEDS_ACTION, f"{said}; {note}")
                 asked, fresh = True, False

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.control.routers import RouterClients, base_url, resolve
 from rlfleet.kube.resources import PODS
@@ -48,8 +47,7 @@ async def left_out(run: Executor, silent: Iterable[str]) -> tuple[str, ...]:
     led_since = memory.led_since(run.ledger.uid, run.ledger.generation)
     known: dict[str, tuple[Silence, Obj]] = {}
     for name in silent:
-        pod = fleet.pods[name]
-        pool = fleet.pools.get((pod["metadata"].get("labels") or {}).get(labels.POOL, ""))
+        pool = fleet.pools.get(fleet.engines[name].pool)
         uid = fleet.engines[name].pod_uid
         fact = Silence(
             led_since=led_since,
@@ -97,7 +95,7 @@ async def _remove(clients: RouterClients, pool: Obj, live: LivePods, pod: Obj) -
 def _made_with(pod: dict[str, Any]) -> list[int]:
     return [
         int(str(env["value"]).rsplit(":", 1)[1])
-        for container in pod["spec"].get("initContainers") or []
+        for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]
         for env in container.get("env") or []
         if env.get("name") == ENGINE_URL_ENV
     ]

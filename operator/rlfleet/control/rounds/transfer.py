@@ -332,8 +332,11 @@ class Transfer:
         return known
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Every member's verdict from what was last observed."""
-        return {
+        """Every member's verdict from what was last observed.
+
+        A pod that was evicted, preempted or deleted was dropped, not lost, also when it is gone by now.
+        """
+        found = {
             m.engine: verdict(
                 m,
                 self.fleet.engines.get(m.engine),
@@ -343,3 +346,5 @@ class Transfer:
             )
             for m in self.plan.members
         }
+        gone = [m for m in self.plan.members if found[m.engine] is Verdict.LOST]
+        return found | {m.engine: Verdict.DROPPED for m in gone if self.fleet.departure(m.pod_uid) is not None}

@@ -1,0 +1,177 @@
+"""Pods that others end, by the real Eviction API and the real scheduler, and pods that a changed template replaces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from e2e.cluster.local import ClusterError
+from e2e.scenarios.kit import Fleet, engine_url, http, wait_until
+from e2e.scenarios.test_adopt import message
+from e2e.scenarios.test_rounds import serialized_fleet
+
+pytestmark = pytest.mark.cluster
+
+DISK = "update_weights_from_disk"
+DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}
+#: Nobody may be missing: an engine that others take away does not count.
+STRICT = {"deadlines": DEADLINES, "maxUnavailable": 0, "drainSeconds": 1}
+
+
+def evict(fleet: Fleet, pod: dict[str, Any]) -> None:
+    """What `kubectl drain` asks for each pod; ClusterError where a budget refuses."""
+    meta = pod["metadata"]
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": meta["name"], "namespace": fleet.namespace},
+    }
+    path = f"/api/v1/namespaces/{fleet.namespace}/pods/{meta['name']}/eviction"
+    fleet.cluster.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body))
+
+
+def allowed(fleet: Fleet) -> int:
+    """Evictions that the pool's budget allows now; -1: it does not say yet."""
+    found = fleet.get("poddisruptionbudget", "e")
+    status = found.get("status") or {}
+    seen = status.get("observedGeneration") == found["metadata"]["generation"]
+    return int(status.get("disruptionsAllowed") or 0) if seen else -1
+
+
+def results(done: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Result and reason of each member."""
+    return {m["engine"]: (m["result"], m.get("reason", "")) for m in done["status"]["members"]}
+
+
+def names(pods: list[dict[str, Any]]) -> list[str]:
+    return [str(p["metadata"]["name"]) for p in pods]
+
+
+def gone(fleet: Fleet, pod: dict[str, Any]) -> bool:
+    return pod["metadata"]["uid"] not in {p["metadata"]["uid"] for p in fleet.engines()}
+
+
+def test_an_engine_evicted_in_a_round_is_dropped_and_a_budget_guards_the_others(fleet: Fleet) -> None:
+    stays, leaves = serialized_fleet(fleet, 2, sync=STRICT)
+    wait_until(lambda: allowed(fleet) == 1, "the budget to count the engines")
+    assert leaves["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    fleet.fault(leaves, DISK, action="delay", seconds=60, times=1, when="before")  # for as long as it lives
+    fleet.publish(1)
+    name = fleet.order(1)
+    wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
+    evict(fleet, leaves)
+    with pytest.raises(ClusterError, match="disruption budget"):
+        evict(fleet, stays)
+    done = fleet.ended(name)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    assert results(done) == {names([stays])[0]: ("Ok", ""), names([leaves])[0]: ("Dropped", "Disrupted")}
+    assert (fleet.label(stays), fleet.paused(stays)) == ("1", False)
+    # Its successor comes in by a CatchUp.
+    wait_until(lambda: gone(fleet, leaves), "the engine to go")
+    pods = fleet.ready_engines(2)
+    new = next(p for p in pods if p["metadata"]["uid"] != stays["metadata"]["uid"])
+    wait_until(lambda: serves(new, "1"), "its successor to have caught up")
+
+
+@pytest.mark.slow
+def test_an_engine_that_the_scheduler_preempts_in_a_round_is_dropped(fleet: Fleet) -> None:
+    stays, leaves = serialized_fleet(fleet, 2, sync=STRICT)
+    # It fits on that node only without the engine: with one on each node, or with one of the two that share it.
+    shared = stays["spec"]["nodeName"] == leaves["spec"]["nodeName"]
+    for pod in (stays, leaves) if shared else (leaves,):
+        fleet.fault(pod, DISK, action="delay", seconds=25, times=1, when="before")
+    high = f"high-{fleet.namespace}"
+    fleet.cluster.apply(
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": high}, "value": 1000}
+    )
+    try:
+        fleet.publish(1)
+        name = fleet.order(1)
+        wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
+        fleet.cluster.apply(greedy(fleet, leaves["spec"]["nodeName"], high, 7 if shared else 8))
+        done = fleet.ended(name)
+    finally:
+        fleet.cluster.kubectl("delete", "pod", "greedy", "-n", fleet.namespace, "--ignore-not-found")
+        fleet.cluster.kubectl("delete", "priorityclass", high)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    found = results(done)
+    assert sorted(found.values()) == [("Dropped", "Disrupted"), ("Ok", "")]
+
+
+def greedy(fleet: Fleet, node: str, priority: str, gpus: int) -> dict[str, Any]:
+    """A pod that takes this many GPUs of one node from whoever has a lower priority."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "greedy", "namespace": fleet.namespace},
+        "spec": {
+            "priorityClassName": priority,
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 0,
+            "nodeSelector": {"kubernetes.io/hostname": node},
+            "containers": [
+                {
+                    "name": "main",
+                    "image": "busy",
+                    "command": ["sleep", "600"],
+                    "resources": {"limits": {"nvidia.com/gpu": gpus}},
+                }
+            ],
+        },
+    }
+
+
+def roll(fleet: Fleet, mark: str) -> None:
+    """Change the template."""
+    patch = {"spec": {"source": {"template": {"metadata": {"labels": {"mark": mark}}}}}}
+    fleet.cluster.kubectl("patch", "epool/e", "-n", fleet.namespace, "--type=merge", "-p", json.dumps(patch))
+
+
+def marked(pods: list[dict[str, Any]], mark: str) -> int:
+    return sum(p["metadata"]["labels"].get("mark") == mark for p in pods)
+
+
+def serves(pod: dict[str, Any], version: str) -> bool:
+    """The engine holds this version and takes requests."""
+    try:
+        code, answer = http("GET", engine_url(pod) + "/model_info", timeout=3)
+        return (code, answer["weight_version"]) == (200, version) and http("GET", engine_url(pod) + "/ready")[0] == 200
+    except OSError:
+        return False
+
+
+def ready_since(pod: dict[str, Any]) -> str:
+    """When the pod became Ready."""
+    return next(str(c["lastTransitionTime"]) for c in pod["status"]["conditions"] if c["type"] == "Ready")
+
+
+def test_a_rolling_update_waits_for_the_round_and_takes_one_engine_at_a_time(fleet: Fleet) -> None:
+    fleet.pipeline(sync=STRICT)
+    fleet.pool(2, updateStrategy={"type": "RollingUpdate", "maxUnavailable": 1})
+    fleet.trainer()
+    old = fleet.ready_engines(2)
+    assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
+    fleet.fault(old[0], DISK, action="delay", seconds=12, times=1, when="before")
+    fleet.publish(1)
+    name = fleet.order(1)
+    wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
+    roll(fleet, "new")
+
+    def said() -> tuple[str, str]:
+        return message(fleet.get("epool", "e"), "Progressing")
+
+    wait_until(lambda: said()[0] == "RoundInProgress" and "earlier template" in said()[1], "the wish to be recorded")
+    assert message(fleet.get("epool", "e"), "TemplateOutdated")[0] == "TemplateChanged"
+    done = fleet.ended(name)
+    assert {r for r, _ in results(done).values()} == {"Ok"}, "the round kept its engines"
+
+    def finished() -> bool:
+        pods = fleet.ready_engines(2)
+        return marked(pods, "new") == 2 and all(serves(p, "1") for p in pods)
+
+    wait_until(finished, "both engines to be replaced and to have caught up", 240)
+    first, second = sorted(fleet.engines(), key=lambda p: str(p["metadata"]["creationTimestamp"]))
+    assert ready_since(first) <= second["metadata"]["creationTimestamp"], "one at a time"
+    wait_until(lambda: message(fleet.get("epool", "e"), "TemplateOutdated")[0] == "TemplateCurrent", "the end of it")

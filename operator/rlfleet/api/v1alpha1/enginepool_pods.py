@@ -1,0 +1,221 @@
+"""EnginePool.spec about its pods: where they come from, the gate in them, when they are replaced or may be evicted.
+
+Invariant: what only pods of our making can have (an image of the gate, a rolling update) is refused for adopted ones.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from rlfleet.api.v1alpha1.common import (
+    COUNT_OR_PERCENT,
+    MAX_EXACT,
+    LabelSelector,
+    Port,
+    Spec,
+    immutable,
+    rule,
+    rules,
+)
+from rlfleet.api.v1alpha1.podtemplate import PodTemplate
+
+NEW_POOL = "create another EnginePool"
+
+
+class PullPolicy(StrEnum):
+    """When the gate's image is pulled."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class Adopt(Spec):
+    """Pods that somebody else makes: a StatefulSet, a LeaderWorkerSet, a RoleBasedGroup, a RayCluster, a person."""
+
+    selector: LabelSelector = Field(
+        description="Selects the pods, in the pool's namespace. Each must run the gate, in a container named gate. A "
+        "pod that two pools select belongs to the older one.",
+        json_schema_extra=immutable("source.adopt.selector", NEW_POOL),
+    )
+
+
+class Source(Spec):
+    """Where engines come from."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("has(self.template) != has(self.adopt)", "exactly one of template and adopt must be set"),
+            rule(
+                "has(self.adopt) == has(oldSelf.adopt)",
+                f"source can not change between template and adopt; {NEW_POOL}",
+            ),
+        )
+    )
+
+    template: PodTemplate | None = Field(
+        default=None,
+        description="Engines are pods that the operator creates from this template. When running pods take over a "
+        "change, updateStrategy says; condition TemplateOutdated says that some are older.",
+    )
+    adopt: Adopt | None = Field(
+        default=None,
+        description="Engines are pods that somebody else makes, with the gate in their own template. The operator "
+        "never creates, deletes or resizes them.",
+    )
+
+
+Quantity = Annotated[
+    int | str,
+    Field(
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE]|[eE][0-9]+)?$",
+            "maxLength": 32,
+            "minimum": 0,
+            "maximum": MAX_EXACT,
+        }
+    ),
+]
+ResourceName = Annotated[str, Field(max_length=317)]
+
+
+class Resources(Spec):
+    """Compute resources of the gate."""
+
+    limits: dict[ResourceName, Quantity] = Field(
+        default_factory=dict,
+        max_length=8,
+        description="Upper limits. Staged weights count against memory, so it must exceed stagingMiB.",
+    )
+    requests: dict[ResourceName, Quantity] = Field(
+        default_factory=dict, max_length=8, description="Guaranteed amounts."
+    )
+
+
+class Gate(Spec):
+    """The sidecar that drives the engine for the operator."""
+
+    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
+        default=None,
+        description="Container image with the rlfleet gate. Needed with source.template; adopted pods bring their own.",
+    )
+    image_pull_policy: PullPolicy | None = Field(
+        default=None, description="When the image is pulled; absent: Kubernetes decides by the image's tag."
+    )
+    port: Port = Field(
+        default=9440,
+        description="Port of the gate. Adopted pods say theirs themselves: the first port of their container gate.",
+        json_schema_extra=immutable("gate.port", NEW_POOL),
+    )
+    staging_mi_b: int = Field(
+        default=1024,
+        ge=1,
+        le=4_194_304,
+        alias="stagingMiB",
+        description="Size of the memory volume that receives serialized weights, in MiB. It must hold the whole model, "
+        "or with transport.staging Bucket one bucket.",
+    )
+    checkpoint_volume: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None,
+        description="Name of the volume of source.template that holds checkpoints "
+        "(RLPipeline.spec.weights.checkpoint). The engine container must mount it; the gate mounts it at the "
+        "same path, read-only.",
+    )
+    resources: Resources | None = Field(
+        default=None,
+        description="Compute resources of the gate container; absent: requests that fit stagingMiB, and no limits.",
+    )
+
+
+Unavailable = Annotated[int | str, Field(json_schema_extra=COUNT_OR_PERCENT)]
+
+
+class UpdateType(StrEnum):
+    """When pods take over a changed template."""
+
+    ON_DELETE = "OnDelete"
+    ROLLING_UPDATE = "RollingUpdate"
+
+
+class UpdateStrategy(Spec):
+    """When pods take over a changed template."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.type == 'RollingUpdate' || !has(self.maxUnavailable)",
+                "maxUnavailable is for type RollingUpdate only",
+                at=".maxUnavailable",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    type: UpdateType = Field(
+        default=UpdateType.ON_DELETE,
+        description="OnDelete: a pod takes over a changed template when it is deleted and recreated. RollingUpdate: "
+        "the operator replaces outdated pods, never while a round or other work owns the engines.",
+    )
+    max_unavailable: Unavailable | None = Field(
+        default=None,
+        description="RollingUpdate only: engines that may be out of service at the same time because of it, as a count "
+        "or a percentage of spec.replicas, rounded up; at least 1. Absent: 1. Engines that are out of service for "
+        "another reason count, too.",
+    )
+
+
+class DisruptionBudget(Spec):
+    """The pool's PodDisruptionBudget, which has the pool's name and goes with it."""
+
+    max_unavailable: Unavailable = Field(
+        default=1,
+        description="Engine pods that may be unavailable for an eviction to be allowed: a count, or a percentage. 0 "
+        "refuses every eviction, 100% allows all.",
+    )
+
+
+#: Rules of the whole spec about whose pods the engines are.
+POD_RULES = (
+    rule(
+        "has(self.source.adopt) || has(self.gate.image)",
+        "source.template needs gate.image",
+        at=".gate",
+        reason="FieldValueRequired",
+    ),
+    *(
+        rule(
+            f"!has(self.source.adopt) || !has(self.gate.{name})",
+            f"gate.{name} is not for source.adopt: the gate stands in the template of whoever makes the pods",
+            at=f".gate.{name}",
+            reason="FieldValueForbidden",
+        )
+        for name in ("image", "imagePullPolicy", "resources", "checkpointVolume")
+    ),
+    rule(
+        "!has(self.source.adopt) || self.replicas == 1",
+        "replicas is not for source.adopt: whoever makes the pods scales them; leave it out",
+        at=".replicas",
+        reason="FieldValueForbidden",
+    ),
+    rule(
+        "!has(self.source.adopt) || !has(self.shrink) || self.shrink == 'Offload'",
+        "source.adopt needs shrink Offload: adopted pods are never deleted",
+        at=".shrink",
+    ),
+    rule(
+        "!has(self.source.adopt) || self.updateStrategy.type == 'OnDelete'",
+        "updateStrategy RollingUpdate is not for source.adopt: whoever makes the pods replaces them",
+        at=".updateStrategy.type",
+    ),
+    rule(
+        "!has(self.source.adopt) || (self.placement.mode == 'Scheduler' && !has(self.placement.nodes) && "
+        "!has(self.placement.packDomain))",
+        "placement is not for source.adopt: whoever makes the pods places them",
+        at=".placement",
+        reason="FieldValueForbidden",
+    ),
+)

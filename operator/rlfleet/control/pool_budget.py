@@ -1,0 +1,101 @@
+"""A pool's PodDisruptionBudget, and replacing pods of an earlier template within it.
+
+Invariants:
+- the budget is written only when it says something else than it should: created, replaced under its resourceVersion,
+  deleted under its UID; one that is not the pool's is left alone and named;
+- pods that a rolling update replaces go by the Eviction API, so no budget, whoever made it, is ever overrun.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rlfleet.api import labels
+from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.enginepool_status import EngineState
+from rlfleet.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
+from rlfleet.kube.limiter import Priority
+from rlfleet.kube.resources import PODDISRUPTIONBUDGETS
+from rlfleet.plan import template
+from rlfleet.plan.budget import Allowance, allowances, plan_budget
+from rlfleet.plan.elastic import wanted_pods
+from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.rolling import Candidate, Rolling, is_rolling, plan_rolling, rolling_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlfleet.control.context import Context
+    from rlfleet.control.pool_memory import PoolMemory
+    from rlfleet.kube.client import Obj
+    from rlfleet.plan.lifecycle import PodFact
+
+log = logging.getLogger(__name__)
+
+#: A budget that somebody changed or deleted is put right after so many polls of an idle pool at the latest.
+POLLS = 6
+_SERVES = frozenset({EngineState.ACTIVE, EngineState.OFFLOADED})
+
+
+async def ensure_budget(ctx: Context, pool: Obj, memory: PoolMemory) -> tuple[Problem, ...]:
+    """Look at the budget when the spec has changed and now and then, and make it what it should be."""
+    meta, now = pool["metadata"], ctx.clock.monotonic()
+    known = memory.budget
+    if known is not None and known[0] == meta.get("generation") and now < known[1]:
+        return memory.budget_problems
+    kube = ctx.kube.at(Priority.SCALE, field_manager=labels.POOL_MANAGER)
+    namespace, name, timeout = meta["namespace"], meta["name"], ctx.settings.api_timeout
+    try:
+        try:
+            existing: Obj | None = await kube.get(PODDISRUPTIONBUDGETS, namespace, name, timeout=timeout)
+        except NotFound:
+            existing = None
+        plan = plan_budget(pool, existing)
+        if plan.create is not None:
+            await kube.create(PODDISRUPTIONBUDGETS, namespace, plan.create, timeout=timeout)
+        elif plan.replace is not None:
+            await kube.replace(PODDISRUPTIONBUDGETS, namespace, name, plan.replace, timeout=timeout)
+        elif plan.delete:
+            await kube.delete(PODDISRUPTIONBUDGETS, namespace, name, uid=plan.delete, timeout=timeout)
+    except (AlreadyExists, Conflict, NotFound):
+        return memory.budget_problems  # somebody was faster: the next look tells
+    except (Forbidden, Invalid) as e:
+        # Engines without a budget are better than no engines.
+        ending = isinstance(e, Forbidden) and e.namespace_terminating
+        memory.budget_problems = () if ending else (Problem(Reason.BUDGET_FAILED, f"no budget: {e.message[:500]}"),)
+        memory.budget = (meta.get("generation"), now + POLLS * ctx.settings.poll_seconds)
+        return memory.budget_problems
+    if plan.create or plan.replace or plan.delete:
+        ctx.metrics.write(PODDISRUPTIONBUDGETS.plural)
+    memory.budget = (meta.get("generation"), now + POLLS * ctx.settings.poll_seconds)
+    taken = f"PodDisruptionBudget {name} is not this pool's, so its engines have none; delete it, or rename the pool"
+    memory.budget_problems = (Problem(Reason.BUDGET_NAME_TAKEN, taken),) if plan.taken else ()
+    return memory.budget_problems
+
+
+async def rolling(
+    ctx: Context, pool: Obj, facts: Sequence[PodFact], memory: PoolMemory, slots: Sequence[str], *, owned: bool
+) -> Rolling:
+    """Which pods of an earlier template are replaced now. ``owned``: a round or other work owns the engines."""
+    if not is_rolling(pool):
+        return Rolling()
+    wanted = wanted_pods(pool)
+    pods = [
+        Candidate(
+            uid=f.uid,
+            index=f.index,
+            outdated=template.is_outdated(pool, f.template_hash, f.assignment, f.index, slots),
+            serves=None if (state := memory.states.get(f.uid)) is None else state in _SERVES,
+        )
+        for f in facts
+        if f.live
+    ]
+    budgets: tuple[Allowance, ...] = ()
+    if not owned and any(p.outdated for p in pods):
+        listed = await ctx.kube.at(Priority.SCALE).list(
+            PODDISRUPTIONBUDGETS, pool["metadata"]["namespace"], timeout=ctx.settings.api_timeout
+        )
+        known = [pod for f in facts if (pod := ctx.pods.by_uid(f.uid)) is not None]
+        budgets = allowances(listed.items, known)
+    return plan_rolling(pods, wanted=wanted, limit=rolling_limit(pool, wanted), budgets=budgets, owned=owned)

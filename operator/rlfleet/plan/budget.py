@@ -1,0 +1,121 @@
+"""The PodDisruptionBudget of a pool: what it should say, and what to do about the one that is there. Pure.
+
+Invariants:
+- a budget of that name that another object controls, or nobody, is never changed: it is somebody's own;
+- nothing is written when what is there says what it should, whatever else others have added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlfleet.api import labels
+from rlfleet.plan.adopt import adopts, selector_of
+
+Obj = dict[str, Any]
+
+API_VERSION: Final = "policy/v1"
+#: Engines of our making that may be evicted at the same time where the spec does not say.
+DEFAULT_UNAVAILABLE: Final = 1
+
+
+def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
+    """The pool's budget; None: it has none. A second budget for a pod would make every eviction of it fail, so adopted
+    pods get one only where the pool asks for it."""
+    asked = pool["spec"].get("disruptionBudget")
+    if asked is None and adopts(pool):
+        return None
+    meta = pool["metadata"]
+    limit = (asked or {}).get("maxUnavailable")
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PodDisruptionBudget",
+        "metadata": {
+            "name": meta["name"],
+            "namespace": meta["namespace"],
+            "labels": {
+                labels.PIPELINE: pool["spec"]["pipeline"],
+                labels.POOL: meta["name"],
+                labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+            },
+            "ownerReferences": [
+                {
+                    "apiVersion": labels.API_VERSION,
+                    "kind": "EnginePool",
+                    "name": meta["name"],
+                    "uid": meta["uid"],
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ],
+        },
+        "spec": {
+            "maxUnavailable": DEFAULT_UNAVAILABLE if limit is None else limit,
+            "selector": {"matchLabels": dict(selector_of(pool))},
+            # A pod whose engine does not even start protects nobody by holding up the drain of its node.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """At most one write. ``taken``: an object of that name is not the pool's."""
+
+    create: Obj | None = None
+    replace: Obj | None = None
+    delete: str = ""
+    """UID of the budget that the pool does not want any more."""
+    taken: bool = False
+
+
+def plan_budget(pool: Mapping[str, Any], existing: Mapping[str, Any] | None) -> BudgetPlan:
+    """Compare what is there with what should be."""
+    wanted = wanted_budget(pool)
+    if existing is None:
+        return BudgetPlan(create=wanted)
+    meta = existing["metadata"]
+    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or [] if o.get("controller")), {})
+    if owner.get("uid") != pool["metadata"]["uid"]:
+        return BudgetPlan(taken=wanted is not None)
+    if "deletionTimestamp" in meta:
+        return BudgetPlan()
+    if wanted is None:
+        return BudgetPlan(delete=str(meta["uid"]))
+    spec = existing.get("spec") or {}
+    if all(spec.get(key) == value for key, value in wanted["spec"].items()) and "minAvailable" not in spec:
+        return BudgetPlan()
+    return BudgetPlan(replace={**existing, "spec": wanted["spec"]})
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How many of these pods (UIDs) a budget lets go now."""
+
+    name: str
+    pods: frozenset[str]
+    allowed: int
+
+
+def allowances(budgets: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> tuple[Allowance, ...]:
+    """What every budget of the namespace says about these pods, ours among them.
+
+    One whose controller has not looked at its present spec allows nobody. Expressions are not evaluated: a budget that
+    has some counts for every pod that its labels match, which is never too few.
+    """
+    found = []
+    listed = list(pods)
+    for budget in budgets:
+        selector = (budget.get("spec") or {}).get("selector") or {}
+        match = selector.get("matchLabels") or {}
+        covered = frozenset(
+            str(p["metadata"]["uid"]) for p in listed if match.items() <= (p["metadata"].get("labels") or {}).items()
+        )
+        if covered:
+            status = budget.get("status") or {}
+            seen = int(status.get("observedGeneration") or 0) >= int(budget["metadata"].get("generation") or 0)
+            allowed = int(status.get("disruptionsAllowed") or 0) if seen else 0
+            found.append(Allowance(str(budget["metadata"]["name"]), covered, allowed))
+    return tuple(found)

@@ -1,0 +1,66 @@
+"""An engine whose container restarts in its pod (adopted pods): the gate learns of it from an enrolment."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlfleet.api.wire import EnrollRequest
+from rlfleet.gate.rules import is_another_process
+from tests.gate.kit import Engine, Gate, Operator, Weights, until
+
+
+@pytest.fixture
+def serving(operator: Operator) -> Operator:
+    """A gate that was told of container c1, whose engine serves version 1."""
+    assert operator.enroll(engineProcess="c1").status_code == 200
+    operator.serve(Weights.of(1), 1)
+    return operator
+
+
+def test_another_container_is_another_incarnation_and_proves_nothing(serving: Operator, engine: Engine) -> None:
+    before = serving.status()
+    assert (before["engineProcess"], before["holds"]["version"], engine.ready()) == ("c1", 1, 200)
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    after = serving.status()
+    assert after["engineProcess"] == "c2"
+    assert after["incarnation"] != before["incarnation"]
+    assert "holds" not in after
+    assert after["loads"] == []
+    assert after["fence"] == before["fence"], "the fence outlives every engine"
+    until("closed", lambda: engine.ready() == 503)
+    late = serving.body("Pause", attempt=9) | {"incarnation": before["incarnation"]}
+    assert serving.post(late).json()["reason"] == "IdentityMismatch"
+
+
+def test_the_same_container_told_again_changes_nothing(serving: Operator, engine: Engine) -> None:
+    before = serving.status()
+    for told in ({"engineProcess": "c1"}, {}, {"engineProcess": "c1"}):
+        assert serving.enroll(**told).status_code == 200
+    after = serving.status()
+    assert (after["incarnation"], after["holds"]) == (before["incarnation"], before["holds"])
+    assert engine.ready() == 200
+
+
+def test_what_was_known_outlives_the_gate_and_an_enrolment_that_does_not_say(serving: Operator, gate: Gate) -> None:
+    before = serving.status()["incarnation"]
+    assert serving.enroll().status_code == 200
+    gate.kill()
+    gate.start()
+    assert serving.status()["engineProcess"] == "c1"
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    assert serving.status()["incarnation"] != before
+
+
+def test_the_first_that_is_told_is_the_one_that_was_met() -> None:
+    assert not is_another_process(None, "c1")
+    assert not is_another_process("c1", None)
+    assert not is_another_process("c1", "c1")
+    assert is_another_process("c1", "c2")
+
+
+def test_an_enrolment_without_a_container_has_the_digest_that_it_always_had() -> None:
+    told = {"pipeline": "p", "generation": 1, "pod_uid": "u", "pool": "a", "engine": "a-0", "engine_url": "http://h:1"}
+    plain = EnrollRequest(**told)
+    assert "engineProcess" not in plain.wire()
+    assert plain.digest() == "acc7f98a97092c66c4525b833715764e"
+    assert EnrollRequest(**told, engine_process="c1").digest() != plain.digest()
