@@ -9,6 +9,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from e2e.chart import base, readme
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="write the files")
     what.add_argument("--check", action="store_true", help="fail if a file differs from what would be written")
+    parser.add_argument("--root", type=Path, default=base.root(), help="where the files lie (default: this checkout)")
     chosen = parser.parse_args(arguments)
     try:
         made = {"charts/rlfleet/README.md": readme.page(), **base.files()}
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     stale = []
     for path, text in made.items():
-        target = base.root() / path
+        target: Path = chosen.root / path
         if target.is_file() and target.read_text(encoding="utf-8") == text:
             continue
         stale.append(path)

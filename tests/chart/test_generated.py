@@ -26,6 +26,18 @@ def test_committed_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> N
     assert command.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_the_command_names_what_is_stale_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"--root={tmp_path}"
+    assert command.main(["--write", root]) == 0
+    assert command.main(["--check", root]) == 0
+    stale = tmp_path / base.FOLDER / "install.yaml"
+    stale.write_text(stale.read_text() + "# edited\n")
+    capsys.readouterr()
+    assert command.main(["--check", root]) == 1
+    assert capsys.readouterr().out == f"differs from the chart: {base.FOLDER}/install.yaml\n"
+    assert "# edited" in stale.read_text(), "--check must not write"
+
+
 def test_a_comment_belongs_to_the_key_right_below_it() -> None:
     text = "# about a\n# and more\na: 1\n\n# lost\n\nb:\n  # about c\n  c: []\nd: 2\n"
     assert comments(text) == {"a": "about a and more", "b.c": "about c"}
