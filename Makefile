@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
 
-.PHONY: help venv demo test fault soak cluster cluster-down node node-down image e2e-node generate verify lock bench clean
+.PHONY: help venv demo test fault soak cluster cluster-down node node-down image e2e-node generate verify docs lock bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -79,6 +79,10 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/python -m e2e.observability.dashboards --check
 	@$(BIN)/python -m rlfleet.cli.reference --check
 	@$(BIN)/python -m e2e.chart --check
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
+
+docs: $(STAMP) ## the documentation as a site, in site/; a warning is an error (seconds)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock
 	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }

@@ -1,0 +1,43 @@
+"""docs/examples: the apiserver takes every object as it is, and what a queueing system reads arrives in the pods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.cluster.local import LocalCluster
+from rlfleet.plan.pods import build_pod
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
+KEYS = {"k": "cHVibGlj"}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda f: f.name)
+def test_an_example_is_accepted_as_it_is(cluster: LocalCluster, namespace: str, file: Path) -> None:
+    objects: list[dict[str, Any]] = [o for o in yaml.safe_load_all(file.read_text()) if o]
+    assert objects
+    elsewhere = {(o.get("metadata") or {}).get("namespace") for o in objects} - {None}
+    where = ("-n", namespace) if not elsewhere else ()
+    if elsewhere - {"default"}:
+        pytest.skip(f"{file.name} belongs into a namespace that is not here; tests/chart/test_argocd.py runs it")
+    cluster.kubectl("apply", "--dry-run=server", "--validate=strict", *where, "-f", str(file))
+
+
+def test_what_a_queueing_system_reads_arrives_in_the_pods() -> None:
+    pool = yaml.safe_load((EXAMPLES / "queueing.yaml").read_text())
+    pool["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
+    # Defaults, as the apiserver fills them in.
+    pool["spec"]["engine"]["port"] = 30000
+    pool["spec"]["gate"]["port"] = 9440
+    template = pool["spec"]["source"]["template"]
+    template["metadata"]["annotations"] = {"kueue.x-k8s.io/pod-group-total-count": "2"}
+    template["spec"] |= {"schedulerName": "volcano", "schedulingGates": [{"name": "example.com/quota"}]}
+    pod = build_pod(pool, 0, "queued-engines-0-00000", public_keys=KEYS)
+    assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "rollouts"
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+    for field in ("priorityClassName", "schedulerName", "schedulingGates", "tolerations"):
+        assert pod["spec"][field] == template["spec"][field]
