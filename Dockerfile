@@ -6,14 +6,16 @@
 # `make image` builds them. The base needs Python 3.11 to 3.13 with venv and CA certificates, whoever publishes it.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
-# What each image is to hold: its part of the lock. Below, packages are installed anew only when this part changes.
+# What each image is to hold: its part of the lock. Below, packages are installed anew only when this part
+# changes (a builder may take a file with another time for a change).
 FROM ${BASE} AS locks
 WORKDIR /src
 COPY images/subset.py requirements.lock pyproject.toml ./
 RUN python3 subset.py --no-project hatchling > tools.lock \
  && python3 subset.py > operator.lock \
  && python3 subset.py --no-project numpy > engine.lock \
- && python3 subset.py --extra torch safetensors > trainer.lock
+ && python3 subset.py --extra torch safetensors > trainer.lock \
+ && touch --date=@0 *.lock
 
 FROM ${BASE} AS build
 # Where packages come from and whose certificates are trusted; both are pip's own settings, unset unless given.

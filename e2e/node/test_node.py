@@ -1,6 +1,7 @@
 """Life on a real node: an older release upgraded in mid-round, the quickstart, faults, uninstall.
 
-The tests of this file are one story, in order, on one node: each begins where the one before it ended.
+The tests of this file are one story, in order, on one node: each begins where the one before it ended. The first four
+(an older release) and the faults (everything from ``steered`` on) can be left out.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def old(node: RealNode) -> Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(node: RealNode) -> Fleet:
-    """The quickstart's fleet."""
+    """The quickstart's fleet, and this release to serve it (when the upgrade's tests were left out, installed now)."""
+    if not operators(node, "operator:dev"):
+        chart = str(ROOT / "charts" / "rlfleet")
+        helm(node, "upgrade", chart, "--install", "--create-namespace", "--wait", "--timeout=200s", values=VALUES)
+    node.kubectl("apply", "-f", str(QUICKSTART / "namespace.yaml"))
     return Fleet(node, NEW)
 
 
@@ -124,7 +129,6 @@ def test_an_old_fleet_goes_with_its_objects(node: RealNode, old: Fleet) -> None:
 
 
 def test_the_quickstart_under_restricted_pod_security(node: RealNode, fleet: Fleet) -> None:
-    node.kubectl("apply", "-f", str(QUICKSTART / "namespace.yaml"))
     node.kubectl("apply", "-n", NEW, "-f", str(ROOT / "docs" / "examples" / "trainer-rbac.yaml"))
     node.kubectl("apply", "-f", str(QUICKSTART / "pipeline.yaml"), "-f", str(QUICKSTART / "pool.yaml"))
     until(lambda: len(fleet.engines()) == 2, "two engine pods")
@@ -167,7 +171,7 @@ def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
 @pytest.fixture(scope="module")
 def steered(node: RealNode, fleet: Fleet) -> Fleet:
     """The same fleet with engines that take faults, and a sender that publishes when a test says so."""
-    node.kubectl("delete", "pod", "trainer", "-n", NEW, "--timeout=60s")
+    node.kubectl("delete", "pod", "trainer", "-n", NEW, "--ignore-not-found", "--timeout=60s")
     node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", NEW, "--timeout=120s", timeout=130)
     node.apply(fleet.pipeline_manifest(maxUnavailable=0))
     node.apply(*fleet.pool_manifest())
