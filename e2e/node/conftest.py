@@ -11,8 +11,8 @@ import pytest
 from e2e.cluster.controlplane import ClusterError
 from e2e.node.__main__ import wants_install
 from e2e.node.cluster import RealNode
-from e2e.node.images import TARGETS, Builder, foundation, name_of
-from e2e.node.kit import FOUNDATION_TAG
+from e2e.node.images import TARGETS, Builder, earlier, name_of
+from e2e.node.kit import EARLIER_TAG
 
 
 def say(line: str) -> None:
@@ -26,20 +26,20 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
     builder = Builder(say, install=wants_install())
     if missing := set(TARGETS) - set(builder.built()):
         raise ClusterError(f"no image of {', '.join(sorted(missing))}: 'make image' first ('make e2e-node' does both)")
-    with foundation() as context:
-        builder.build(["operator"], context=context, tag=FOUNDATION_TAG)
+    with earlier() as context:
+        builder.build(["operator"], context=context, tag=EARLIER_TAG)
     with RealNode(tmp_path_factory.mktemp("node"), say, install=wants_install()) as started:
         for target in TARGETS:
             builder.load(started, name_of(target))
-        builder.load(started, name_of("operator", FOUNDATION_TAG))
+        builder.load(started, name_of("operator", EARLIER_TAG))
         yield started
 
 
 @pytest.fixture(scope="session")
-def foundation_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart of the foundation. It had no Deployment yet: the one that its README told people to write is added."""
-    folder = tmp_path_factory.mktemp("foundation")
-    with tarfile.open(Path(__file__).parent / "fixtures" / "foundation.tar.gz") as archive:
+def earlier_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart of that release. It had no Deployment yet: a plain one is added."""
+    folder = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(Path(__file__).parent / "fixtures" / "earlier.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     chart = folder / "charts" / "rlfleet"
     added = Path(__file__).parent / "fixtures" / "deployment.yaml"

@@ -175,11 +175,11 @@ class Builder:
 
 
 @contextmanager
-def foundation() -> Iterator[Path]:
-    """A build context with the operator of the foundation (fixtures/foundation.tar.gz) and today's dependencies."""
+def earlier() -> Iterator[Path]:
+    """A build context with an earlier operator (fixtures/earlier.tar.gz) and today's dependencies."""
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder)
-        with tarfile.open(Path(__file__).parent / "fixtures" / "foundation.tar.gz") as archive:
+        with tarfile.open(Path(__file__).parent / "fixtures" / "earlier.tar.gz") as archive:
             archive.extractall(context, filter="data")
         for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
             shutil.copy2(ROOT / name, context / name)

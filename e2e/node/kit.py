@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 SYSTEM = "rlfleet-system"
 RELEASE = "rlfleet"
-FOUNDATION_TAG = "foundation"
+EARLIER_TAG = "earlier"
 QUICKSTART = ROOT / "docs" / "examples" / "quickstart"
 FAULTS = "/tmp/faults.json"
 SECONDS = 180.0

@@ -15,7 +15,7 @@ from e2e.cluster.controlplane import ClusterError
 from e2e.cluster.local import ROOT
 from e2e.node.cluster import RealNode
 from e2e.node.kit import (
-    FOUNDATION_TAG,
+    EARLIER_TAG,
     QUICKSTART,
     RELEASE,
     SYSTEM,
@@ -79,11 +79,11 @@ def leader(node: RealNode) -> str:
 # ------------------------------------------------------------------------------------------------ upgrade
 
 
-def test_the_foundation_is_installed_and_serves(node: RealNode, old: Fleet, foundation_chart: Path) -> None:
+def test_an_earlier_release_is_installed_and_serves(node: RealNode, old: Fleet, earlier_chart: Path) -> None:
     node.kubectl("create", "namespace", OLD)
-    node.helm("install", RELEASE, str(foundation_chart), f"--namespace={SYSTEM}", "--create-namespace", "--wait")
+    node.helm("install", RELEASE, str(earlier_chart), f"--namespace={SYSTEM}", "--create-namespace", "--wait")
     node.apply(old.pipeline_manifest(maxUnavailable=0))
-    node.apply(*old.pool_manifest(gate=FOUNDATION_TAG))
+    node.apply(*old.pool_manifest(gate=EARLIER_TAG))
     old.start_publisher()
     until(lambda: len(old.engines()) == 2, "two engine pods")
     ended = old.sync()
@@ -93,7 +93,7 @@ def test_the_foundation_is_installed_and_serves(node: RealNode, old: Fleet, foun
 
 def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, old: Fleet) -> None:
     pods = {p["metadata"]["uid"] for p in old.engines()}
-    # Helm never changes CRDs, and the chart's job creates none: this release has one more than the foundation had.
+    # Helm never changes CRDs.
     crds = str(ROOT / "charts" / "rlfleet" / "crds")
     node.kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
     for pod in old.engines():
@@ -108,7 +108,7 @@ def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, 
     until(lambda: old.phase(name) == "Succeeded", "the round that an older operator began")
     until(old.all_active, "both engines Active")
     assert {p["metadata"]["uid"] for p in old.engines()} == pods, "an upgrade of the operator restarts no engine"
-    assert all(container(p, "gate")["image"].endswith(f"operator:{FOUNDATION_TAG}") for p in old.engines())
+    assert all(container(p, "gate")["image"].endswith(f"operator:{EARLIER_TAG}") for p in old.engines())
     # And the next one is the new operator's from its beginning, still with old gates.
     assert old.sync()["status"]["phase"] == "Succeeded"
 
