@@ -29,7 +29,8 @@ _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"", "bash", "python"}
 #: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
 _README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
-#: Pages whose bash blocks are executed: here, and security.md by e2e/scenarios/test_key_rotation.py.
+#: Pages whose bash blocks are executed: here, and below e2e/scenarios (security.md: test_key_rotation.py, adopt.md:
+#: test_adopt.py).
 _EXECUTED = ("README.md", "quickstart.md", "install.md", "adopt.md", "security.md")
 _KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
 

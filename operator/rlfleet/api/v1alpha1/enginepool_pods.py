@@ -108,7 +108,7 @@ class Gate(Spec):
     )
     port: Port = Field(
         default=9440,
-        description="Port of the gate. Adopted pods say theirs themselves: the first port of their container gate.",
+        description="Port of the gate. That of adopted pods must be the same.",
         json_schema_extra=immutable("gate.port", NEW_POOL),
     )
     staging_mi_b: int = Field(
