@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfleet.plan.adopt import adopted, engine_process, indices
+from rlfleet.plan.adopt import adopted, believed, engine_process, indices
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, wish
 from rlfleet.plan.holding import on_failure_of
 from rlfleet.plan.lifecycle import adopted_fact, disruption_of, pod_fact
 from rlfleet.plan.pool import PoolView, plan_pods
 from rlfleet.plan.repair import Act, needs
-from rlfleet.plan.rounds import Committed
+from rlfleet.plan.rounds import Committed, can_join
 from tests.plan.pool_kit import fact, pool
 from tests.plan.rounds_kit import DIGEST_A, engine, gate
 
@@ -110,6 +110,17 @@ def test_the_engines_container_is_its_process() -> None:
     assert engine_process(one) == "c2"
     one["status"] = {}
     assert engine_process(one) == ""
+
+
+def test_a_gate_is_believed_only_of_the_process_that_is_there() -> None:
+    told = gate(holds=(1, DIGEST_A), engine_process="c1")
+    assert believed(told, "c1") == told
+    for there in ("c2", ""):
+        doubted = believed(told, there)
+        assert (doubted.incarnation, doubted.holds) == (None, None)
+        assert not can_join(engine("e", doubted))
+        assert doubted.fence == told.fence, "the fence is the gate's own"
+    assert believed(gate(holds=(1, DIGEST_A)), "c1").holds is None, "it was not told yet whom it stands beside"
 
 
 def test_nothing_is_created_or_deleted_whatever_the_spec_says() -> None:

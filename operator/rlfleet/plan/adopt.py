@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rlfleet.api import labels
+from rlfleet.api.wire import GateStatus
 from rlfleet.plan.template import ENGINE, GATE
 
 Obj = dict[str, Any]
@@ -141,6 +142,16 @@ def _ordinal(pod: Pod) -> int | None:
             return int(text)
     tail = _TAIL.search(str(pod["metadata"]["name"]))
     return int(tail.group(1)) if tail else None
+
+
+def believed(status: GateStatus, process: str) -> GateStatus:
+    """What an adopted gate says, as far as it is said of the engine process that is there (``process``: its container).
+
+    Of an engine that its kubelet has replaced since, or of which the gate was not told yet, nothing is proven.
+    """
+    if status.engine_process == process:
+        return status
+    return status.model_copy(update={"incarnation": None, "holds": None})
 
 
 def engine_process(pod: Pod) -> str:

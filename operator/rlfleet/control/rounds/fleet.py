@@ -23,7 +23,7 @@ from rlfleet.control.rounds.results import POLL_SECONDS, Ended
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
-from rlfleet.plan.adopt import adopted, adopts, engine_process, indices, selector_of
+from rlfleet.plan.adopt import adopted, adopts, believed, engine_process, indices, selector_of
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
@@ -150,10 +150,10 @@ class Fleet:
         return self.departing.get(pod_uid)
 
     def _met(self, name: str, status: wire.GateStatus | None) -> wire.GateStatus | None:
-        """What a gate says of an engine process that its kubelet has replaced since is said of nobody that is there."""
-        if status is None or self.processes.get(name, status.engine_process) == status.engine_process:
+        """What a gate says, as far as it is believed."""
+        if status is None or name not in self.processes:
             return status
-        return status.model_copy(update={"incarnation": None, "holds": None})
+        return believed(status, self.processes[name])
 
     def rest(self) -> None:
         """Mark the engines that are to sleep, by what is known of them now."""
