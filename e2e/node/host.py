@@ -160,9 +160,14 @@ class Network:
         """Removes the namespace; the link, the routes and every packet filter rule of the node go with it."""
         if self.file.exists():
             run("ip", "netns", "delete", self.name)
-        if Path(f"/sys/class/net/{self.link}").exists():
-            # The namespace lives as long as a process is in it; its end of the link goes at once.
-            run("ip", "link", "delete", self.link)
+        # The namespace lives as long as a process is in it; its end of the link goes at once, if it has not gone yet.
+        link = Path(f"/sys/class/net/{self.link}")
+        try:
+            if link.exists():
+                run("ip", "link", "delete", self.link)
+        except ClusterError:
+            if link.exists():
+                raise
 
 
 # --------------------------------------------------------------------------------------------- control groups

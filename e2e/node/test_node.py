@@ -150,7 +150,7 @@ def test_the_quickstart_under_restricted_pod_security(node: RealNode, fleet: Fle
     enforced = node.get("namespaces", NEW)["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
     assert enforced == "restricted"
     rounds = node.get("syncrounds", "-n", NEW)["items"]
-    assert all(m["transport"] == "CPUSerialize" for r in rounds for m in r["status"]["plan"].get("members", []))
+    assert all(m["transport"] == "Serialized" for r in rounds for m in r["status"]["plan"].get("members", []))
 
 
 def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
@@ -224,13 +224,20 @@ def test_a_killed_gate_restarts_in_place_and_the_engine_goes_on(steered: Fleet) 
     assert container(pod, "engine")["containerID"] == container(victim, "engine")["containerID"]
     # It kept its record: the engine serves on, and takes the next version.
     until(steered.all_active, "both engines Active")
+    until(lambda: list(endpoints(steered.node).values()) == [True, True], "both engines behind the Service")
+    admitted = {p["metadata"]["uid"]: condition(p, WEIGHTS_CURRENT)["lastTransitionTime"] for p in steered.engines()}
     assert steered.sync()["status"]["phase"] == "Succeeded"
+    until(steered.all_active, "both engines Active")
+    # A round alone takes nobody out of the Service.
+    now = {p["metadata"]["uid"]: condition(p, WEIGHTS_CURRENT)["lastTransitionTime"] for p in steered.engines()}
+    assert now == admitted
 
 
 def test_an_engine_that_lost_its_weights_leaves_the_service_and_comes_back(steered: Fleet) -> None:
     victim = steered.engines()[0]
     name = victim["metadata"]["name"]
-    assert name in endpoints(steered.node)
+    until(lambda: name in endpoints(steered.node), "the Service to lead to it")
+    victim = steered.node.get("pods", name, "-n", NEW)
     admitted = condition(victim, WEIGHTS_CURRENT)["lastTransitionTime"]
     # A label that its gate did not write: whatever was proven of this engine is void.
     url = f"http://{victim['status']['podIP']}:30000/update_weight_version"

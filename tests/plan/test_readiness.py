@@ -33,24 +33,34 @@ def test_only_what_differs_is_written_and_withdrawals_come_first() -> None:
         row(3, S.LOADING, False),
         row(4, S.DRAINING, True, Reason.SCALING_DOWN),
     ]
-    found = changes(rows)
+    found = changes(rows, operating=False)
     assert [(c.uid, c.current) for c in found] == [("uid-2", False), ("uid-4", False), ("uid-0", True)]
     assert (found[0].reason, found[0].message) == ("Poisoned", "why")
 
 
 @pytest.mark.parametrize("state", [s for s in EngineState if s is not S.ACTIVE])
 def test_no_other_state_than_active_is_admitted(state: EngineState) -> None:
-    assert changes([row(0, state, False)]) == ()
-    assert [c.current for c in changes([row(0, state, True)])] == [False]
+    assert changes([row(0, state, False)], operating=False) == ()
+    assert [c.current for c in changes([row(0, state, True)], operating=False)] == [False]
 
 
 def test_pods_without_the_gate_or_on_their_way_out_are_left_alone() -> None:
     rows = [row(0, S.ACTIVE, None), row(1, S.DRAINING, True, deleting=True), row(2, S.FAILED, True, finished=True)]
-    assert changes(rows) == ()
+    assert changes(rows, operating=False) == ()
+
+
+def test_an_engine_that_a_round_closed_stays_admitted_and_one_that_failed_does_not() -> None:
+    rows = [row(0, S.LOADING, True, Reason.CATCH_UP_PENDING), row(1, S.QUARANTINED, True, Reason.POISONED)]
+    assert [(c.uid, c.current) for c in changes(rows, operating=True)] == [("uid-1", False)]
+    assert [c.uid for c in changes(rows, operating=False)] == ["uid-0", "uid-1"]
+    # It holds the committed version already: somebody is about to open it.
+    assert changes([row(0, S.LOADING, True, Reason.ENGINES_CLOSED)], operating=False) == ()
+    # What it opens again is admitted while it still runs.
+    assert [c.current for c in changes([row(0, S.ACTIVE, False)], operating=True)] == [True]
 
 
 def test_the_condition_names_the_pod_that_is_meant() -> None:
-    (wanted,) = changes([row(0, S.ACTIVE, False)])
+    (wanted,) = changes([row(0, S.ACTIVE, False)], operating=False)
     body = pod_condition("ns", wanted, "2026-01-01T00:00:00Z")
     assert body["metadata"] == {"name": "a-0-x", "namespace": "ns", "uid": "uid-0"}
     (condition,) = body["status"]["conditions"]

@@ -191,7 +191,7 @@ class PoolReconciler:
         present = self._facts(pool) if mine is None else facts
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
         rows = rows_of(ctx, pool, present, plan, pipeline, found, memory, sleep, slots)
-        await write_readiness(ctx, pool, rows, out)
+        await write_readiness(ctx, pool, rows, out, operating=bool(status.get("activeOperation")))
         return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
 
     async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:

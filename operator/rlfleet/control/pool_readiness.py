@@ -25,9 +25,9 @@ from rlfleet.router.readiness import pod_condition
 log = logging.getLogger(__name__)
 
 
-async def write_readiness(ctx: Context, pool: Obj, rows: Sequence[Row], out: Outcome) -> None:
+async def write_readiness(ctx: Context, pool: Obj, rows: Sequence[Row], out: Outcome, *, operating: bool) -> None:
     """Apply what ``plan.readiness`` finds: all withdrawals, and when they are done all admissions."""
-    planned = changes(rows)
+    planned = changes(rows, operating=operating)
     if not planned:
         return
     namespace = pool["metadata"]["namespace"]

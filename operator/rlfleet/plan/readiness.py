@@ -4,7 +4,7 @@ Invariants:
 - a pod is current only while its engine is Active: it holds the committed version, proven, and is open;
 - what is not known changes nothing: an engine that does not answer keeps its last known state, and its condition;
 - withdrawals go before admissions, so two versions are never both admitted because of our order of writing;
-- a round alone writes nothing: while it pauses engines their state does not change, and requests wait at the engine.
+- a round alone writes nothing: engines that it pauses stay admitted, and requests wait at the engine.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ class Readiness:
     message: str
 
 
-def changes(rows: Iterable[Row]) -> tuple[Readiness, ...]:
-    """Conditions that differ from what pods have, withdrawals first. Pods that end or are deleted are left alone."""
+def changes(rows: Iterable[Row], *, operating: bool) -> tuple[Readiness, ...]:
+    """Conditions that differ from what pods have, withdrawals first. Pods that end or are deleted are left alone.
+
+    ``operating``: an operation of the pipeline runs, so that an engine is closed says nothing yet. One that is closed
+    though it holds the committed version is about to be opened, by a round that just began or just ended.
+    """
     found = []
     for row in rows:
         pod, state = row.pod, row.derived.state
         wanted = state is EngineState.ACTIVE
         if not pod.live or pod.current is None or pod.current is wanted:
+            continue
+        if state is EngineState.LOADING and (operating or row.derived.reason is Reason.ENGINES_CLOSED):
             continue
         reason = (row.derived.reason or (Reason.COMMITTED if wanted else Reason.ENGINES_CLOSED)).value
         message = "" if wanted else (row.derived.message or f"the engine is {state.value}")
