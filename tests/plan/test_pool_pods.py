@@ -100,6 +100,17 @@ def test_identity_wins_over_the_template_and_the_template_is_left_alone() -> Non
     assert env(engine(pod))["RLFLEET_ENGINE_NAME"] == "a-1"
 
 
+def test_pods_ask_tools_that_empty_nodes_to_leave_them_alone_unless_the_template_says_otherwise() -> None:
+    p = pool()
+    made = build(p)["metadata"]["annotations"]
+    assert made["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert made["karpenter.sh/do-not-disrupt"] == "true"
+    p["spec"]["source"]["template"]["metadata"]["annotations"] = {"karpenter.sh/do-not-disrupt": "1h"}
+    made = build(p)["metadata"]["annotations"]
+    assert made["karpenter.sh/do-not-disrupt"] == "1h"
+    assert made["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+
+
 def test_volumes_and_probes_of_the_engine() -> None:
     pod = build(pool(gate={"image": "g", "stagingMiB": 96, "port": 9440}))
     volumes = {v["name"]: v["emptyDir"] for v in pod["spec"]["volumes"]}

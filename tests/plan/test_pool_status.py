@@ -67,6 +67,24 @@ def test_healthy_pool() -> None:
     assert "failure" not in engine
 
 
+def test_a_pool_of_adopted_pods_promises_less_owes_none_and_names_whom_nobody_replaces() -> None:
+    adopted: dict[str, Any] = {"adopted": True, "selector": "app=x", "template_hash": None}
+    found = status(row(3), **adopted)
+    assert (found["admissionGuarantee"], found["selector"]) == ("DetectOnly", "app=x")
+    assert found["counts"]["pending"] == 0, "an index is a name here, not a place to fill"
+    assert all(c["type"] != "TemplateOutdated" for c in found["conditions"])
+    assert condition(found, "Ready") == ("True", "AllEnginesActive")
+    assert condition(status(replicas=0, **adopted), "Ready") == ("False", "NoEngines")
+    bad = Row(fact(0), Derived(S.QUARANTINED, Reason.POISONED, "a load began"), gate(), True)
+
+    def text(**more: Any) -> str:
+        conditions = status(bad, **adopted, **more)["conditions"]
+        return next(str(c["message"]) for c in conditions if c["type"] == "Degraded")
+
+    assert f"{bad.pod.name}: spec.sync.onFailure is Replace, but nobody but its maker" in text(replaces=True)
+    assert "its maker" not in text()
+
+
 def test_empty_pool_is_ready() -> None:
     found = status(replicas=0)
     assert condition(found, "Ready") == ("True", "NoEngines")
