@@ -137,7 +137,7 @@ def test_as_many_are_wanted_as_there_are_up_to_active() -> None:
     assert (everyone.resting, everyone.owed) == (frozenset(), 0)
     mine["spec"]["active"] = 1
     assert wish(engines, {"a": ceiling(mine)}).resting == {"e1", "e2"}
-    assert not is_unwanted(pod("e9"), mine)
+    assert not is_unwanted(pod("e9", **{"rlfleet.dev/engine-index": "9"}), mine), "a label of ours is nothing here"
     mine["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert is_unwanted(pod("e9"), mine)
 
