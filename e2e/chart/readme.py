@@ -33,7 +33,8 @@ _HEAD = """\
 - **Uninstall** stops the operator and takes its finalizers off all objects first (`uninstall.*`). Engines keep what
   they have; delete pipelines and pools before if you want them closed.
 - **The signing key** is made by the operator at its first start. It is in no template and in no release record of Helm.
-- **Without cluster rights**: `watchNamespaces` with `rbac.aggregate: false`. Only the CRDs need an administrator then.
+- **Without cluster rights**: `watchNamespaces` with `rbac.aggregate: false` and `admissionPolicy.enabled: false`. Only
+  the CRDs need an administrator then, and whoever may create SyncRounds in a namespace may do so for all its pipelines.
 - **Without Helm**: `kubectl apply --server-side -k config/default` (the defaults, in namespace rlfleet-system).
 - **With `helm upgrade --reuse-values`** values that are new in this release have no default; use
   `--reset-then-reuse-values`.

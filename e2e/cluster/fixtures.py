@@ -24,6 +24,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield started
 
 
+def await_rights(cluster: LocalCluster, user: str, namespace: str, verb: str, resource: str) -> None:
+    """Wait until the authorizer knows that ``user`` may: it reads new Roles and bindings a moment late."""
+    may = ("auth", "can-i", verb, resource, f"--as={user}", f"--namespace={namespace}")
+    deadline = time.monotonic() + _POLICY_SECONDS
+    while True:
+        try:
+            cluster.kubectl(*may)
+            return
+        except ClusterError:  # it exits with 1 for "no"
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
 @contextmanager
 def temporary_namespace(cluster: LocalCluster) -> Iterator[str]:
     """A new namespace, ready for pods. Afterwards it is deleted and its pods are waited for."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from e2e.cluster.local import ROOT
+from e2e.scenarios.test_rights import UNUSED
 from tests.chart.kit import Obj, chart, one
 
 #: Rights on what belongs to no namespace.
-CLUSTER = ("namespaces", "customresourcedefinitions", "resourceslices")
+CLUSTER = ("customresourcedefinitions", "resourceslices")
 
 
 def rights(rules: list[Obj]) -> set[tuple[str, str, str]]:
@@ -25,3 +27,9 @@ def test_roles_in_named_namespaces_are_the_clusterrole_without_the_cluster(tmp_p
     assert [r["metadata"]["namespace"] for r in engines] == ["team-a", "team-b"]
     for role in engines:
         assert rights(role["rules"]) == {right for right in everywhere if right[2] not in CLUSTER}
+
+
+def test_the_guide_names_what_is_granted_and_seldom_used() -> None:
+    page = (ROOT / "docs/guides/security.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{verb}` | `{resource}` | {why} |" for (verb, resource), why in UNUSED.items()]

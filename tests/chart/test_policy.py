@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from e2e.cluster.fixtures import temporary_namespace
+from e2e.cluster.fixtures import await_rights, temporary_namespace
 from e2e.cluster.local import OPERATOR_NAMESPACE, ClusterError, LocalCluster
 from rlfleet.api import labels
 
@@ -47,6 +47,7 @@ class Tenants:
                     "subjects": [{"apiGroup": RBAC, "kind": "User", "name": name}],
                 },
             )
+            await_rights(cluster, name, namespace, "create", "trainerdemands.rlfleet.dev")
 
     def object(self, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         meta = {"name": name, "namespace": self.namespace}

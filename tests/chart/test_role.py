@@ -12,12 +12,12 @@ from e2e.cluster.local import OPERATOR_NAMESPACE, LocalCluster
 pytestmark = pytest.mark.cluster
 
 ALLOWED = [
-    *((verb, "pods", "x") for verb in ("get", "list", "watch", "create", "patch", "delete")),
+    *((verb, "pods", "x") for verb in ("get", "list", "watch", "create", "delete")),
     *((verb, f"{kind}.rlfleet.dev", "x") for kind in ("rlpipelines", "enginepools", "syncrounds") for verb in
-      ("get", "list", "watch", "patch", "update")),
-    *((verb, f"{kind}.rlfleet.dev/status", "x") for kind in ("rlpipelines", "enginepools", "syncrounds") for verb in
-      ("patch", "update")),
-    *(("update", f"{kind}.rlfleet.dev/finalizers", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
+      ("get", "list", "watch", "patch")),
+    *(("patch", f"{kind}.rlfleet.dev/status", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
+    ("sync", "rlpipelines.rlfleet.dev", "x"),
+    *(("update", f"{kind}.rlfleet.dev/finalizers", "x") for kind in ("rlpipelines", "enginepools")),
     *((verb, "trainerdemands.rlfleet.dev", "x") for verb in ("get", "list", "watch")),
     ("patch", "pods/status", "x"),
     ("create", "syncrounds.rlfleet.dev", "x"),
@@ -26,9 +26,8 @@ ALLOWED = [
     ("list", "resourceslices.resource.k8s.io", ""),
     *((verb, "poddisruptionbudgets.policy", "x") for verb in ("get", "list", "create", "update", "delete")),
     ("create", "pods/eviction", "x"),
-    ("create", "events", "x"),
+    ("create", "events.events.k8s.io", "x"),
     ("patch", "events.events.k8s.io", "x"),
-    ("list", "namespaces", ""),
     ("watch", "customresourcedefinitions.apiextensions.k8s.io", ""),
     ("create", "secrets", OPERATOR_NAMESPACE),
     ("get", "secrets/rlfleet-signing-key", OPERATOR_NAMESPACE),
@@ -39,6 +38,14 @@ ALLOWED = [
 REFUSED = [
     ("update", "pods/status", "x"),
     ("update", "pods", "x"),
+    ("patch", "pods", "x"),
+    ("update", "syncrounds.rlfleet.dev/finalizers", "x"),
+    ("list", "namespaces", ""),
+    ("update", "rlpipelines.rlfleet.dev", "x"),
+    ("update", "syncrounds.rlfleet.dev/status", "x"),
+    ("create", "rlpipelines.rlfleet.dev", "x"),
+    ("sync", "enginepools.rlfleet.dev", "x"),
+    ("create", "events", "x"),
     ("deletecollection", "pods", "x"),
     ("create", "pods/exec", "x"),
     ("deletecollection", "poddisruptionbudgets.policy", "x"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster import pki
+from e2e.cluster.fixtures import await_rights
 from e2e.cluster.local import LocalCluster
 from rlfleet.api import labels
 from rlfleet.client import (
@@ -41,6 +42,9 @@ def grant(cluster: LocalCluster, namespace: str, rules: list[dict[str, Any]]) ->
             "subjects": [{"kind": "ServiceAccount", "name": "trainer", "namespace": namespace}],
         },
     )
+    first = next(r for r in rules if "resourceNames" not in r)
+    user, resource = f"system:serviceaccount:{namespace}:trainer", f"{first['resources'][0]}.{labels.GROUP}"
+    await_rights(cluster, user, namespace, first["verbs"][0], resource)
     return cluster.kubectl("create", "token", "trainer", f"--namespace={namespace}").strip()
 
 

@@ -148,14 +148,14 @@ volumes:
 # Engine pods are created, and deleted with a UID precondition.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, delete]
 # Their status is the kubelet's but for one condition, rlfleet.dev/weights-current, of pools with a Readiness router.
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines, enginepools, syncrounds]
-  verbs: [get, list, watch, patch, update]
+  verbs: [get, list, watch, patch]
 # What trainers demand is theirs: never written.
 - apiGroups: [rlfleet.dev]
   resources: [trainerdemands]
@@ -170,10 +170,10 @@ volumes:
   verbs: [create, delete]
 - apiGroups: [rlfleet.dev]
   resources: [rlpipelines/status, enginepools/status, syncrounds/status]
-  verbs: [patch, update]
+  verbs: [patch]
 # Owner references with blockOwnerDeletion need this on the owner.
 - apiGroups: [rlfleet.dev]
-  resources: [rlpipelines/finalizers, enginepools/finalizers, syncrounds/finalizers]
+  resources: [rlpipelines/finalizers, enginepools/finalizers]
   verbs: [update]
 # Claims of train blocks: made, deleted with a UID precondition, never changed. The scheduler writes their status.
 - apiGroups: [resource.k8s.io]
@@ -186,7 +186,7 @@ volumes:
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]
-- apiGroups: ["", events.k8s.io]
+- apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
 {{- end -}}
