@@ -1,6 +1,8 @@
-"""Every alert is provoked: a fault of a real fleet, seen by a real Prometheus that scrapes the real operator and gates.
+"""Alerts are provoked: a fault of a real fleet, seen by a real Prometheus that scrapes the real operator and gates.
 
-The rules are the chart's without their patience (e2e.observability.rules): what they ask for is what is shipped.
+The rules are the chart's without their patience (e2e.observability.rules): what they ask for is what is shipped. Three
+are proven by promtool alone (tests/chart/test_alerts.py): RlfleetVersionsDiffer, which the round protocol excludes and
+repair ends at once, RlfleetRepairRuleFailing and RlfleetResidualMemoryHigh.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from e2e.observability.prometheus import Prometheus
 from e2e.observability.require import require_prometheus
 from e2e.observability.rules import eager
 from e2e.scenarios.kit import Fleet, Operator, engine_url, http, wait_until
-from e2e.scenarios.test_elastic import elastic_fleet, set_active
 from e2e.scenarios.test_rounds import serialized_fleet
 from tests.fault.proxy import Fault, FaultProxy, Rule
 
@@ -153,17 +154,6 @@ def test_a_gate_that_died_in_a_load(operator: Operator, fleet: Fleet, cluster: L
         fires(prometheus, "RlfleetGateUncertain", job="gate")
 
 
-def test_somebody_who_drives_an_engine_past_its_gate(operator: Operator, fleet: Fleet, tmp_path: Path) -> None:
-    pods = serialized_fleet(fleet, 2)
-    # The gate closes it as soon as it sees it, so it must not be able to.
-    fleet.fault(pods[0], "pause_generation", action="http500")
-    with watched(tmp_path, operator) as prometheus:
-        assert http("POST", engine_url(pods[0]) + "/update_weight_version", {"new_version": "77"})[0] == 200
-        fires(prometheus, "RlfleetVersionsDiffer", **pools(fleet))
-        # The operator replaces what it can not close.
-        quiet(prometheus, "RlfleetVersionsDiffer")
-
-
 def test_two_operators_that_both_lead(operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path) -> None:
     pods = serialized_fleet(fleet, 2, sync=LONG)
     cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate")
@@ -198,18 +188,9 @@ def test_an_operator_without_a_free_worker(
         busy.stop()
 
 
-def test_sleeping_engines_that_keep_memory(operator: Operator, fleet: Fleet, tmp_path: Path) -> None:
-    pods = elastic_fleet(fleet, 1, residualMemoryGiB=0)
-    assert pods
-    with watched(tmp_path, operator) as prometheus:
-        set_active(fleet, 0)
-        fires(prometheus, "RlfleetResidualMemoryHigh", **pools(fleet))
-
-
 CALLS: list[tuple[str, Callable[[Any], bool], Fault, dict[str, str]]] = [
     ("RlfleetApiErrors", lambda c: c.plural == "syncrounds", Fault.ERROR, {}),
     ("RlfleetReconcileErrors", lambda c: c.plural == "syncrounds", Fault.ERROR, {"kind": "Pipeline"}),
-    ("RlfleetRepairRuleFailing", lambda c: c.plural == "resourceclaims", Fault.ERROR, {}),
 ]
 
 
