@@ -65,7 +65,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
     def make(script: str) -> Path:
         file, log = tmp_path / "kubectl", tmp_path / "arguments"
-        file.write_text(f'#!/bin/sh\necho "$@" > {log}\n{script}\n')
+        file.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{script}\n')
         file.chmod(file.stat().st_mode | stat.S_IEXEC)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
         return log
@@ -97,6 +97,27 @@ async def test_the_port_is_forwarded_to_the_leaders_pod_and_given_back(
     assert words == [
         "--kubeconfig=/k/config", "--context=here", "port-forward", "-n", "ops", "pod/rlfleet-7", ":9470"
     ]  # fmt: skip
+
+
+async def test_one_forward_serves_many_looks_and_one_failure_is_told_at_each(
+    both: Both, kubectl: Callable[[str], Path]
+) -> None:
+    def looks(way: reach.Way) -> list[Any]:
+        with reach.opened(way) as there:
+            return [reach.look(there, "ns", name) for name in ("p", "q")]
+
+    log = kubectl(f'echo "Forwarding from 127.0.0.1:{both.server.port} -> 9470"\nexec sleep 300')
+    assert await asyncio.to_thread(looks, both.way()) == [ANSWER, ANSWER]
+    assert len(log.read_text().splitlines()) == 1
+
+    def refused(way: reach.Way) -> None:
+        with reach.opened(way) as there:
+            for name in ("p", "q"):
+                with pytest.raises(CliError, match="no operator runs"):
+                    reach.look(there, "ns", name)
+
+    both.holder = ""
+    await asyncio.to_thread(refused, both.way())
 
 
 async def test_a_forward_that_fails_says_what_kubectl_said(both: Both, kubectl: Callable[[str], Path]) -> None:

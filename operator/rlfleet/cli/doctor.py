@@ -73,8 +73,11 @@ def examine(way: reach.Way) -> list[Check]:
     for pool in pools:
         found += checks.conditions(pool, "EnginePool")
     found += _attempt("DRA", lambda: checks.dra(pipelines, pools, _classes(cluster, pipelines, pools)))
-    for p in pipelines:
-        found += _pipeline(way, p, pools)
+    if not pipelines:
+        return found
+    with reach.opened(way) as there:
+        for p in pipelines:
+            found += _pipeline(there, p, pools)
     return found
 
 

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import httpx
@@ -61,6 +61,19 @@ class Way:
     namespace: str
     kubeconfig: str | None
     context: str | None
+    problem: CliError | None = None
+    """Why there is no way, once that was found out."""
+
+
+@contextmanager
+def opened(way: Way) -> Iterator[Way]:
+    """The way, made once for many looks; where it can not be made, every look says why."""
+    with ExitStack() as stack:
+        try:
+            made = replace(way, url=stack.enter_context(_reached(way)))
+        except CliError as e:
+            made = replace(way, problem=e)
+        yield made
 
 
 def look(way: Way, namespace: str, pipeline: str, **wanted: str) -> dict[str, Any]:
@@ -73,6 +86,8 @@ def look(way: Way, namespace: str, pipeline: str, **wanted: str) -> dict[str, An
             "rlpipelines, enginepools, syncrounds and pods there",
             Exit.FORBIDDEN,
         )
+    if way.problem is not None:
+        raise way.problem
     with _reached(way) as url:
         try:
             answer = httpx.get(
