@@ -69,6 +69,7 @@ generate: $(STAMP) ## write the generated files: CRDs and pages of reference, th
 	@$(BIN)/python -m e2e.observability.dashboards --write
 	@$(BIN)/python -m rlfleet.cli.reference --write
 	@$(BIN)/python -m e2e.chart --write
+	@$(BIN)/python -m e2e.reference --write
 
 verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/ruff format --check .
@@ -79,6 +80,7 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/python -m e2e.observability.dashboards --check
 	@$(BIN)/python -m rlfleet.cli.reference --check
 	@$(BIN)/python -m e2e.chart --check
+	@$(BIN)/python -m e2e.reference --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 docs: $(STAMP) ## the documentation as a site, in site/; a warning is an error (seconds)

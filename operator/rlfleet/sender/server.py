@@ -75,8 +75,8 @@ class Server:
         self._order = asyncio.Lock()
         self._listener: Listener | None = None
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Begin to answer on a socket that listens; ``close`` ends it."""
+    def application(self) -> web.Application:
+        """Routes and handlers; ``serve`` runs it."""
         app = web.Application(middlewares=[self._errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -91,7 +91,11 @@ class Server:
                 web.post("/v1/operations", self._post_operation, expect_handler=expect_continue),
             ]
         )
-        self._listener = await listen(app, at=listener, shutdown_seconds=1.0, tls=self._tls)
+        return app
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Begin to answer on a socket that listens; ``close`` ends it."""
+        self._listener = await listen(self.application(), at=listener, shutdown_seconds=1.0, tls=self._tls)
 
     async def close(self) -> None:
         """Stop operations, answer nothing more."""
