@@ -141,7 +141,8 @@ class Blocks(Scenario):
         self.stand.apply_pipeline()
 
     def over(self) -> bool:
-        return self.shared and not self._left() and everybody_serves(self.stand)
+        forgotten = not self.fleet.status("rlpipeline", "p").get("blocks")
+        return self.shared and forgotten and not self._left() and everybody_serves(self.stand)
 
     def _left(self) -> list[Any]:
         fleet = self.fleet

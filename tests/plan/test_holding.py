@@ -19,6 +19,8 @@ from rlfleet.plan.holding import (
     Wishes,
     inherited,
     left_closed,
+    may_replace_pod,
+    on_failure_of,
     overdue,
     planned_pods,
     refused_turn,
@@ -140,3 +142,12 @@ def test_whom_the_round_knew_is_replaced_soon_and_who_came_later_gets_the_time_t
     assert overdue(since, planned=planned, now=10.0) == {"uid-stuck"}, "one lost answer is no reason"
     assert overdue(since, planned=planned, now=10.0 + LASTING_SECONDS) == {"uid-a", "uid-stuck"}
     assert "uid-new" in overdue(since, planned=planned, now=10.0 - LASTING_SECONDS + NEWCOMER_SECONDS)
+
+
+def test_the_last_resort_takes_no_pod_that_a_person_keeps() -> None:
+    kept, ours = engine("kept", quarantined=True), engine("ours")
+    assert may_replace_pod(ours)
+    assert not any(map(may_replace_pod, (kept, engine("theirs", owned=False), engine("leaves", leaving=True))))
+    both = {"kept": kept, "ours": ours}
+    assert on_failure_of(["kept", "ours"], both, asked="Replace")[0] == "Replace"
+    assert on_failure_of(["kept"], both, asked="Replace") == ("Hold", "kept: in quarantine, which keeps the pod")

@@ -58,14 +58,22 @@ class Wishes:
 def on_failure_of(names: Iterable[str], engines: Mapping[str, Engine], *, asked: str) -> tuple[str, str]:
     """What becomes of these engines in the end (Replace or Hold), and why, for people.
 
-    ``asked``: spec.sync.onFailure. Pods that somebody else makes are not replaced: where no other is left, a person
-    must act.
+    ``asked``: spec.sync.onFailure. Pods that somebody else makes are not replaced, nor those that a person keeps in
+    quarantine: where no other is left, a person must act.
     """
     left = [engines[n] for n in names if n in engines and not engines[n].gone]
     adopted = sorted(e.name for e in left if not e.owned)
-    if asked == "Replace" and left and len(adopted) == len(left):
-        return "Hold", f"{', '.join(adopted[:4])}: nobody but its maker replaces an adopted pod"
+    kept = sorted(e.name for e in left if e.owned and e.quarantined)
+    if asked == "Replace" and left and len(adopted) + len(kept) == len(left):
+        whose = f"{', '.join(adopted[:4])}: nobody but its maker replaces an adopted pod" if adopted else ""
+        whom = f"{', '.join(kept[:4])}: in quarantine, which keeps the pod" if kept else ""
+        return "Hold", "; ".join(why for why in (whose, whom) if why)
     return asked, f"onFailure is {asked}"
+
+
+def may_replace_pod(e: Engine) -> bool:
+    """The last resort may delete the engine's pod: it is there, ours, and in nobody's quarantine."""
+    return e.owned and not e.gone and not e.leaving and not e.quarantined
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from rlfleet.control.rounds.exits import look_for_exits
 from rlfleet.control.rounds.ledger import API_SECONDS
 from rlfleet.kube.errors import ApiError, Conflict, NotFound
 from rlfleet.kube.resources import PODS
-from rlfleet.plan.holding import Move, Turn, on_failure_of, overdue, planned_pods, turn
+from rlfleet.plan.holding import Move, Turn, may_replace_pod, on_failure_of, overdue, planned_pods, turn
 from rlfleet.plan.rounds import Member, RoundRef, held
 from rlfleet.plan.verdicts import Next, Outcome, Verdict
 
@@ -246,7 +246,7 @@ class InTheWay:
         run = self._run
         late = overdue(self._since, planned=planned, now=run.ctx.clock.monotonic())
         for name, engine in sorted(run.fleet.engines.items()):
-            if engine.pod_uid not in late or engine.gone or engine.leaving or not engine.owned:
+            if engine.pod_uid not in late or not may_replace_pod(engine):
                 continue
             try:
                 await run.ledger.kube.delete(PODS, run.ledger.namespace, name, uid=engine.pod_uid, timeout=API_SECONDS)
