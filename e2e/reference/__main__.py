@@ -28,7 +28,8 @@ def settings() -> str:
         "",
         "`rlfleet operator` reads each setting from its flag, else from its variable, else takes the default. A value",
         "that can not be used ends it at start, with the setting's name. In the chart they are `settings.*` and",
-        "`extraArgs` ([values](../../charts/rlfleet/README.md)). What a trainer's sender takes is in its docstring, what",
+        "`extraArgs` ([values](../../charts/rlfleet/README.md)). What a trainer's sender takes is in its docstring, "
+        "what",
         "a gate is told comes from its EnginePool.",
         "",
         "| flag | variable | default | meaning |",
