@@ -98,7 +98,9 @@ class Release:
         )
         for namespace in (NAMESPACE, "team-a", "team-b"):
             for item in self.cluster.get(kinds, f"--namespace={namespace}")["items"]:
-                if item["metadata"]["name"] not in ("default", "kube-root-ca.crt"):
+                # What belongs to a pool (its disruption budget) stays with it.
+                pools = [o for o in item["metadata"].get("ownerReferences") or [] if o["kind"] == "EnginePool"]
+                if item["metadata"]["name"] not in ("default", "kube-root-ca.crt") and not pools:
                     found.append(f"{item['kind']} {namespace}/{item['metadata']['name']}")
         wide = "clusterroles,clusterrolebindings,validatingadmissionpolicies,validatingadmissionpolicybindings"
         for item in self.cluster.get(wide, "-l", "app.kubernetes.io/part-of=rlfleet")["items"]:
