@@ -51,15 +51,10 @@ class Shell:
         return json.loads(self(*words, "-o", "json", code=code))
 
 
-def engines(shell: Shell) -> dict[str, Any]:
-    """Engines by name, as status shows them."""
-    found = shell.document("status")["pipelines"][0]["pools"]
-    return {e["name"]: e for pool in found for e in pool["engines"]}
-
-
-def states(shell: Shell) -> list[str]:
-    """Their states, by name."""
-    return [e["state"] for _, e in sorted(engines(shell).items())]
+def states(fleet: Fleet) -> list[str]:
+    """States of the pool's engines, by name."""
+    rows = fleet.status("enginepool", "e").get("engines") or []
+    return [str(e["state"]) for e in sorted(rows, key=lambda e: str(e["name"]))]
 
 
 def viewer(fleet: Fleet, name: str, *rules: dict[str, Any]) -> str:
@@ -85,7 +80,9 @@ PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}
 def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_path: Path) -> None:
     shell = Shell(fleet)
     pods = [p["metadata"]["name"] for p in serialized_fleet(fleet, 2)]
-    wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be shown active")
+    wait_until(lambda: states(fleet) == ["Active", "Active"], "both engines to be shown active")
+    shown = shell.document("status")["pipelines"][0]["pools"][0]["engines"]
+    assert [(e["name"], e["state"], e["version"]) for e in shown] == [(p, "Active", -1) for p in pods]
     fleet.publish(1)
 
     # What a sync would do, by the operator's own planner, for whoever may read what it tells.
@@ -157,7 +154,7 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     # Out of service by a person: closed and member of no round, until it is released.
     shell("quarantine", pods[0], "--reason", "its GPU is suspect")
     wait_until(lambda: fleet.paused(fleet.pod(pods[0])), "the quarantined engine to be paused")
-    wait_until(lambda: states(shell) == ["Quarantined", "Active"], "the quarantine to be shown")
+    wait_until(lambda: states(fleet) == ["Quarantined", "Active"], "the quarantine to be shown")
     assert "QuarantineRequested: its GPU is suspect" in shell("status")
     fleet.publish(2)
     assert "v2 is served" in shell("sync", "p")
@@ -167,7 +164,7 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     assert fleet.label(fleet.pod(pods[0])) == "1"
     assert "released; it opens once it holds" in shell("release", pods[0])
     fleet.serving(fleet.pod(pods[0]), 2)
-    wait_until(lambda: states(shell) == ["Active", "Active"], "both engines to be active again")
+    wait_until(lambda: states(fleet) == ["Active", "Active"], "both engines to be active again")
     assert "was not quarantined" in shell("release", pods[0])
 
     shell("drain", "e", "--to", "1")
