@@ -157,6 +157,10 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     wait_until(lambda: states(fleet) == ["Quarantined", "Active"], "the quarantine to be shown")
     assert "QuarantineRequested: its GPU is suspect" in shell("status")
     fleet.publish(2)
+    # Without --version it is the newest that the operator has heard of.
+    wait_until(
+        lambda: fleet.status("rlpipeline", "p")["cacheReady"]["version"] == 2, "the operator to hear of version 2"
+    )
     assert "v2 is served" in shell("sync", "p")
     round_ = shell.document("rounds", "p", "--limit", "1")["rounds"][0]
     assert [m["engine"] for m in shell.document("round", "show", round_["name"])["members"]] == [pods[1]]

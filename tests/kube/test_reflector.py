@@ -145,6 +145,31 @@ async def test_an_object_that_went_is_remembered_as_it_was_seen_last(
         assert view.last_of("u-a") is None, "only so many are remembered"
 
 
+async def test_an_object_is_remembered_as_it_was_before_its_deletion_was_asked_for(
+    script: tuple[Script, KubeClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlfleet.kube.reflector.DEPARTED", 1)
+    server, client = script
+    view = Reflector(client, PODS)
+    going = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    async with running(view):
+        await server.send("ADDED", obj("a", 5, labels={"phase": "1"}))
+        await server.send("MODIFIED", obj("a", 6, labels={"phase": "2"}))
+        await until(lambda: (found := view.get("ns", "a")) and found["metadata"]["labels"] == {"phase": "2"})
+        assert view.before_deletion("u-a") is None
+        await server.send("MODIFIED", obj("a", 7, labels={"phase": "3"}, **going))
+        await server.send("MODIFIED", obj("a", 8, labels={"phase": "4"}, **going))
+        await server.send("DELETED", obj("a", 9, labels={"phase": "4"}, **going))
+        await until(lambda: view.last_of("u-a"))
+        before = view.before_deletion("u-a")
+        assert before is not None
+        assert before["metadata"]["labels"] == {"phase": "2"}
+        await server.send("ADDED", obj("b", 10))
+        await server.send("MODIFIED", obj("b", 11, **going))
+        await until(lambda: view.before_deletion("u-b"))
+        assert view.before_deletion("u-a") is None, "only so many are remembered"
+
+
 async def test_stream_that_ends_is_continued_without_a_new_list(script: tuple[Script, KubeClient]) -> None:
     server, client = script
     view = Reflector(client, PODS)

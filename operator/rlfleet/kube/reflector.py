@@ -56,6 +56,12 @@ def version_of(obj: Obj) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def _remember(memory: dict[str, Obj], uid: str, obj: Obj) -> None:
+    memory[uid] = obj
+    while len(memory) > DEPARTED:
+        del memory[next(iter(memory))]
+
+
 @dataclass(slots=True)
 class _Written:
     version: int = 0
@@ -96,6 +102,7 @@ class Reflector:
         self._on_reset = on_reset
         self._objects: dict[Key, Obj] = {}
         self._departed: dict[str, Obj] = {}
+        self._before: dict[str, Obj] = {}
         self._by_uid: dict[str, Key] = {}
         self._by_label: dict[str, dict[str, set[Key]]] = {label: {} for label in index_labels}
         self._written: dict[Key, _Written] = {}
@@ -130,6 +137,13 @@ class Reflector:
     def last_of(self, uid: str) -> Obj | None:
         """One of the ``DEPARTED`` objects that went last, as it was seen before it went; None: nothing is known."""
         return self._departed.get(uid)
+
+    def before_deletion(self, uid: str) -> Obj | None:
+        """The object as it was seen last before its deletion was asked for; None: not asked for, or not known.
+
+        Of the ``DEPARTED`` objects whose deletion was asked for last. What had ended by then was not ended by that.
+        """
+        return self._before.get(uid)
 
     def by_label(self, label: str, value: str, *, namespace: str | None = None) -> list[Obj]:
         """Objects whose indexed ``label`` has ``value``, in order of their names."""
@@ -310,6 +324,8 @@ class Reflector:
             self._unindex(key, old)
         self._objects[key] = obj
         uid = obj["metadata"].get("uid", "")
+        if old is not None and old["metadata"].get("uid") == uid:
+            self._note_deletion(uid, old, obj)
         self._by_uid[uid] = key
         labels = obj["metadata"].get("labels") or {}
         for label, values in self._by_label.items():
@@ -319,15 +335,17 @@ class Reflector:
         old_labels = (old["metadata"].get("labels") or {}) if old is not None else {}
         self._on_change(Change(key, uid, labels, old_labels))
 
+    def _note_deletion(self, uid: str, old: Obj, new: Obj) -> None:
+        if "deletionTimestamp" in new["metadata"] and "deletionTimestamp" not in old["metadata"]:
+            _remember(self._before, uid, old)
+
     def _remove(self, key: Key, uid: str = "") -> None:
         old = self._objects.get(key)
         if old is None or (uid and old["metadata"].get("uid") != uid):
             return
         del self._objects[key]
         self._unindex(key, old)
-        self._departed[old["metadata"].get("uid", "")] = old
-        while len(self._departed) > DEPARTED:
-            del self._departed[next(iter(self._departed))]
+        _remember(self._departed, old["metadata"].get("uid", ""), old)
         self._on_change(Change(key, old["metadata"].get("uid", ""), {}, old["metadata"].get("labels") or {}))
 
     def _unindex(self, key: Key, old: dict[str, Any]) -> None:

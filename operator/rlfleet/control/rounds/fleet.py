@@ -29,7 +29,7 @@ from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, last_asleep, wish
 from rlfleet.plan.identity import is_poisoned
-from rlfleet.plan.lifecycle import disruption_of
+from rlfleet.plan.lifecycle import disruption_of, pod_fact
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
 
@@ -140,14 +140,19 @@ class Fleet:
     def departure(self, pod_uid: str) -> str | None:
         """Why a pod was ended by somebody who asked for it, in the API's words; None: nobody asked, as far as is known.
 
-        A pod can come, be told to go and be gone between two looks; then the view of pods has seen it.
+        A pod can come, be told to go and be gone between two looks; then the view of pods has seen it. An engine that
+        had ended before was not ended by that: its pool sweeps such a pod up, and the engine was lost.
         """
         seen = self.ctx.pods.by_uid(pod_uid) or self.ctx.pods.last_of(pod_uid)
         if pod_uid not in self.departing and seen is not None:
             why = disruption_of(seen)
             if why or "deletionTimestamp" in seen["metadata"]:
                 self.departing[pod_uid] = why
-        return self.departing.get(pod_uid)
+        said = self.departing.get(pod_uid)
+        before = self.ctx.pods.before_deletion(pod_uid)
+        if not said and before is not None and pod_fact(before, owner_uid="").finished:
+            return None
+        return said
 
     def _met(self, name: str, status: wire.GateStatus | None) -> wire.GateStatus | None:
         """What a gate says, as far as it is believed."""
