@@ -134,6 +134,23 @@ def test_a_pool_has_a_budget_and_writes_it_only_when_it_says_something_else() ->
     assert plan_budget(mine, there | {"spec": {"minAvailable": 1}}).replace is not None
 
 
+def test_pods_that_spec_active_keeps_from_being_made_use_no_allowance_up() -> None:
+    """Kubernetes counts from spec.replicas: 8 - 4 pods are there, and of these the asked number may be evicted."""
+
+    def told(**spec: Any) -> Any:
+        body = wanted_budget(pool(replicas=8, **spec))
+        assert body is not None
+        return body["spec"]["maxUnavailable"]
+
+    assert told(active=4) == 5
+    assert told(active=4, disruptionBudget={"maxUnavailable": 0}) == 4
+    assert told(active=4, disruptionBudget={"maxUnavailable": "30%"}) == 6
+    assert (told(), told(active=8), told(active=9)) == (1, 1, 1)
+    assert told(disruptionBudget={"maxUnavailable": "30%"}) == "30%"
+    # With Offload the others have pods, which sleep.
+    assert told(active=4, shrink="Offload") == 1
+
+
 def test_a_budget_of_somebody_else_is_left_alone() -> None:
     found = plan_budget(pool(), {"metadata": {"name": "a", "uid": "u"}, "spec": {"minAvailable": 1}})
     assert (found.create, found.replace, found.delete, found.taken) == (None, None, "", True)

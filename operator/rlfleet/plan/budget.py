@@ -7,12 +7,14 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rlfleet.api import labels
 from rlfleet.plan.adopt import adopts, selector_of
+from rlfleet.plan.elastic import wanted_pods
 
 Obj = dict[str, Any]
 
@@ -28,7 +30,6 @@ def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
     if asked is None and adopts(pool):
         return None
     meta = pool["metadata"]
-    limit = (asked or {}).get("maxUnavailable")
     return {
         "apiVersion": API_VERSION,
         "kind": "PodDisruptionBudget",
@@ -52,12 +53,29 @@ def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
             ],
         },
         "spec": {
-            "maxUnavailable": DEFAULT_UNAVAILABLE if limit is None else limit,
+            "maxUnavailable": _limit(pool),
             "selector": {"matchLabels": dict(selector_of(pool))},
             # A pod whose engine does not even start protects nobody by holding up the drain of its node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }
+
+
+def _limit(pool: Mapping[str, Any]) -> int | str:
+    """``spec.disruptionBudget.maxUnavailable`` as Kubernetes must be told it.
+
+    It counts from spec.replicas, by the scale subresource. Where spec.active keeps pods from being made, those would
+    use the allowance up, and no engine could ever be evicted: they are added to it.
+    """
+    asked: int | str | None = (pool["spec"].get("disruptionBudget") or {}).get("maxUnavailable")
+    asked = DEFAULT_UNAVAILABLE if asked is None else asked
+    if adopts(pool):
+        return asked
+    replicas, wanted = int(pool["spec"].get("replicas", 1)), wanted_pods(pool)
+    if wanted >= replicas:
+        return asked
+    count = asked if isinstance(asked, int) else math.ceil(int(asked.rstrip("%")) * wanted / 100)
+    return count + replicas - wanted
 
 
 @dataclass(frozen=True, slots=True)
