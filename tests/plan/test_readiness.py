@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.readiness import changes
 from rlfleet.plan.template import GATE, is_outdated, template_hash
 from rlfleet.router.readiness import pod_condition
-from tests.plan.pool_kit import fact, pool
+from tests.plan.pool_kit import fact, gate, pool
 
 READINESS = [{"name": "service", "type": "Readiness"}]
 S = EngineState
 
 
 def row(index: int, state: EngineState, current: bool | None, reason: Reason | None = None, **pod: Any) -> Row:
-    return Row(fact(index, current=current, **pod), Derived(state, reason, "why"))
+    return Row(fact(index, current=current, **pod), Derived(state, reason, "why"), gate(), answered=True)
 
 
 def test_only_what_differs_is_written_and_withdrawals_come_first() -> None:
@@ -42,6 +43,18 @@ def test_only_what_differs_is_written_and_withdrawals_come_first() -> None:
 def test_no_other_state_than_active_is_admitted(state: EngineState) -> None:
     assert changes([row(0, state, False)], operating=False) == ()
     assert [c.current for c in changes([row(0, state, True)], operating=False)] == [False]
+
+
+def test_an_engine_whose_gate_was_not_heard_yet_keeps_its_condition() -> None:
+    """As a new operator finds it: the pod is Ready, and its gate has not answered this process."""
+
+    def unheard(state: EngineState, **pod: Any) -> Row:
+        return replace(row(0, state, True, **pod), gate=None, answered=False)
+
+    assert changes([unheard(S.BOOTING), unheard(S.PENDING)], operating=False) == ()
+    assert [c.current for c in changes([unheard(S.DRAINING)], operating=False)] == [False]
+    # What the kubelet restarted in place is another engine, whatever its gate may say.
+    assert [c.current for c in changes([unheard(S.BOOTING, process="docker://2")], operating=False)] == [False]
 
 
 def test_pods_without_the_gate_or_on_their_way_out_are_left_alone() -> None:

@@ -16,6 +16,9 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.plan.pool_elastic import Row
 
+#: What an engine is shown as before its gate has answered for the first time.
+_EARLY = frozenset({EngineState.PENDING, EngineState.BOOTING})
+
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -41,6 +44,9 @@ def changes(rows: Iterable[Row], *, operating: bool) -> tuple[Readiness, ...]:
         if not pod.live or pod.current is None or pod.current is wanted:
             continue
         if state is EngineState.LOADING and (operating or row.derived.reason is Reason.ENGINES_CLOSED):
+            continue
+        if state in _EARLY and row.gate is None and not pod.process:
+            # Its gate has not answered this process yet. A container that may restart in place is another matter.
             continue
         reason = (row.derived.reason or (Reason.COMMITTED if wanted else Reason.ENGINES_CLOSED)).value
         message = "" if wanted else (row.derived.message or f"the engine is {state.value}")
