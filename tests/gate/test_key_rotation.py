@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -91,6 +92,15 @@ async def test_no_key_but_a_known_one_can_bring_another(known: Gate, peers: list
             await client(peers, keys).enroll(peer, enrolment(known, keys))
         assert refused.value.body.reason is wire.ErrorReason.UNAUTHENTICATED
     assert (await client(peers, SigningKeys(OLD)).gate_status(peer, PIPELINE)).enrolled
+
+
+async def test_calls_side_by_side_all_find_the_known_key(known: Gate, peers: list[Peers]) -> None:
+    peer = Peer("g", known.pod_uid, known.url)
+    keys = SigningKeys(OLD)
+    assert keys.adopt(SigningKeys(NEW))
+    running = client(peers, keys)
+    found = await asyncio.gather(*(running.gate_status(peer, PIPELINE) for _ in range(4)))
+    assert all(status.enrolled for status in found)
 
 
 async def test_a_key_that_was_replaced_at_once_still_tells_its_successor(known: Gate, peers: list[Peers]) -> None:

@@ -217,8 +217,8 @@ class Peers:
     ) -> Any:
         """Send it with a token of the key that the peer is thought to know, and once more with the other one."""
 
-        async def send() -> Any:
-            token = self._signer(peer).sign(
+        async def send(signer: Signer) -> Any:
+            token = signer.sign(
                 audience=[peer.pod_uid],
                 scope=scope,
                 pipeline=caller.pipeline,
@@ -227,14 +227,20 @@ class Peers:
             )
             return await self._send(peer, method, path, token=token, body=body, seconds=seconds)
 
+        tried = self._signer(peer)
         try:
-            return await send()
+            return await send(tried)
         except Refused as e:
-            if e.body.reason is not wire.ErrorReason.UNAUTHENTICATED or self._signers.order[1] is None:
+            first, second = self._signers.order
+            if e.body.reason is not wire.ErrorReason.UNAUTHENTICATED or second is None:
                 raise
-        # Nothing was stored: a token is verified before anything else. Perhaps the other key is the known one.
-        self._others ^= {peer.pod_uid}
-        return await send()
+        # Nothing was stored: a token is verified before anything else. Perhaps the other key is the known one: other
+        # than the one tried here, for calls to one peer run side by side.
+        if tried is second:
+            self._others.discard(peer.pod_uid)
+            return await send(first)
+        self._others.add(peer.pod_uid)
+        return await send(second)
 
     async def _send(
         self, peer: Peer, method: str, path: str, *, token: str, body: wire.Request | None, seconds: float
