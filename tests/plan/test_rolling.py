@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def chosen(marks: str, *, limit: int = 1, **more: Any) -> list[int]:
 )
 def test_who_is_replaced_next(marks: str, limit: int, expected: list[int]) -> None:
     assert chosen(marks, limit=limit) == expected
+
+
+def test_a_pod_in_quarantine_stays_and_counts_as_out_of_service() -> None:
+    held = [replace(p, kept=True, serves=False) if p.index == 2 else p for p in pods(*"OOO")]
+    found = plan_rolling(held, wanted=3, limit=1)
+    assert found.replace == frozenset()
+    assert "1 of them are in quarantine" in found.waits[0][1]
+    assert plan_rolling(held, wanted=3, limit=2).replace == {"uid-1"}
+    # Not closed yet: its pod stays all the same.
+    open_one = [replace(p, kept=True) if p.index == 2 else p for p in pods(*"OOO")]
+    assert plan_rolling(open_one, wanted=3, limit=1).replace == {"uid-1"}
 
 
 def test_while_others_own_the_engines_the_wish_waits_and_says_so() -> None:

@@ -74,6 +74,15 @@ async def ensure_budget(ctx: Context, pool: Obj, memory: PoolMemory) -> tuple[Pr
     return memory.budget_problems
 
 
+def serves(fact: PodFact, memory: PoolMemory) -> bool | None:
+    """Whether the pod's engine serves, or sleeps on purpose; None: not known yet."""
+    state = memory.states.get(fact.uid)
+    # A Ready pod whose gate has not answered this process yet is shown as booting; it may well serve.
+    if state is None or (fact.ready and fact.uid not in memory.gates):
+        return None
+    return state in _SERVES
+
+
 async def rolling(
     ctx: Context, pool: Obj, facts: Sequence[PodFact], memory: PoolMemory, slots: Sequence[str], *, owned: bool
 ) -> Rolling:
@@ -86,7 +95,8 @@ async def rolling(
             uid=f.uid,
             index=f.index,
             outdated=template.is_outdated(pool, f.template_hash, f.assignment, f.index, slots),
-            serves=None if (state := memory.states.get(f.uid)) is None else state in _SERVES,
+            serves=serves(f, memory),
+            kept=f.quarantine is not None,
         )
         for f in facts
         if f.live

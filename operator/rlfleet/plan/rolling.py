@@ -4,6 +4,7 @@ Invariants:
 - engines that serve are taken only while fewer than ``limit`` engines are out of service, whatever the reason, and only
   as many as every PodDisruptionBudget lets go; so a template that does not start stops its own rollout;
 - one that is out of service already costs nothing, and goes first; an engine on its way out stays chosen;
+- a pod in quarantine stays for whoever looks into it, whatever its template, and counts as out of service;
 - nobody is taken while it is not known of every engine whether it serves (an operator that has just started).
 """
 
@@ -27,6 +28,8 @@ class Candidate:
     outdated: bool
     serves: bool | None
     """It serves, or sleeps on purpose; None: not known yet."""
+    kept: bool = False
+    """A person keeps it out of service and looks into it: its pod stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ def plan_rolling(
     if not old:
         return Rolling()
     said = f"{len(old)} pods of an earlier template are replaced, {limit} at a time"
+    if kept := sum(p.kept for p in old):
+        said += f"; {kept} of them are in quarantine, which keeps the pod"
     if owned:
         why = f"{len(old)} pods of an earlier template are replaced when the running round or repair has ended"
         return Rolling(outdated=len(old), waits=((Reason.ROUND_IN_PROGRESS, why),))
@@ -74,10 +79,10 @@ def plan_rolling(
         return Rolling(outdated=len(old), waits=((Reason.UPDATING, said),))
     # Two pods of one index are one engine.
     out = wanted - len({p.index for p in live if p.serves})
-    chosen = [p for p in old if not p.serves]
+    chosen = [p for p in old if not p.serves and not p.kept]
     left = {b.name: b.allowed for b in budgets}
     refused = ""
-    for p in (p for p in old if p.serves):
+    for p in (p for p in old if p.serves and not p.kept):
         if out >= limit:
             break
         empty = [b.name for b in budgets if p.uid in b.pods and left[b.name] <= 0]
