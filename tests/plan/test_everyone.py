@@ -9,9 +9,10 @@ import pytest
 
 from rlfleet.api import wire
 from rlfleet.control.rounds.memory import GateMemory
-from rlfleet.plan.everyone import Silence, may_be_asked_to_leave, removal_suffices
+from rlfleet.plan.everyone import Silence, closable_routers, may_be_asked_to_leave, removal_suffices
 from rlfleet.plan.rounds import Member, RoundPlan
 from rlfleet.plan.verdicts import Next, Verdict, conclude
+from tests.plan.pool_kit import pool
 from tests.plan.rounds_kit import gate
 
 SAFE = Silence(led_since=5, answered=5, refuses=False, unanswered=False, routers=1, removed=True)
@@ -20,6 +21,15 @@ SAFE = Silence(led_since=5, answered=5, refuses=False, unanswered=False, routers
 def test_a_silent_engine_out_of_every_router_counts_as_closed() -> None:
     assert removal_suffices(SAFE)
     assert removal_suffices(replace(SAFE, answered=9))
+
+
+def test_where_readiness_is_a_router_no_removal_closes_an_engine() -> None:
+    """Its pod stays Ready while its gate is silent, so a Service goes on sending requests to it."""
+    router = {"name": "r", "type": "SGLangRouter", "url": "http://r:1"}
+    service = {"name": "s", "type": "Readiness"}
+    named = [closable_routers(pool(routers=routers)) for routers in ([], [router], [service], [router, service])]
+    assert named == [0, 1, 0, 0]
+    assert closable_routers(None) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 Invariant: nobody can reach its engine, which may hold other weights than those that are committed. That takes all of:
 it is in no router, read back; nothing that is still on its way can open it again (this process alone has driven the
 pipeline since that gate last answered, and has no open or resume there without an end); and there is no other door, so
-never in a pool without routers.
+never in a pool without routers, nor where the pod's readiness is one: a Service then leads to the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from rlfleet.plan.template import by_readiness
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,16 @@ class Silence:
     unanswered: bool
     """This process sent it an open or a resume whose end it has not seen."""
     routers: int
-    """Routers that its pool names; gone ones count."""
+    """Routers that its pool names (``closable_routers``); gone ones count."""
     removed: bool
     """Every one of them that runs was read back without the engine's address."""
+
+
+def closable_routers(pool: Mapping[str, Any] | None) -> int:
+    """How many routers the pool names; 0 where taking an engine out of all of them leaves a door open."""
+    if pool is None or by_readiness(pool):
+        return 0
+    return len(pool["spec"].get("routers") or [])
 
 
 def may_be_asked_to_leave(s: Silence) -> bool:

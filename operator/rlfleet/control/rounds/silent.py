@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api.conditions import Reason
 from rlfleet.control.routers import RouterClients, base_url, resolve
 from rlfleet.kube.resources import PODS
-from rlfleet.plan.everyone import Silence, may_be_asked_to_leave, removal_suffices
+from rlfleet.plan.everyone import Silence, closable_routers, may_be_asked_to_leave, removal_suffices
 from rlfleet.plan.pods import ENGINE_URL_ENV
 from rlfleet.plan.template import engine_port
 
@@ -54,7 +54,7 @@ async def left_out(run: Executor, silent: Iterable[str]) -> tuple[str, ...]:
             answered=memory.last_answer(uid),
             refuses=bool(fleet.engines[name].refusal),
             unanswered=memory.unanswered(uid),
-            routers=len((pool or {}).get("spec", {}).get("routers") or []),
+            routers=closable_routers(pool),
             removed=False,
         )
         if pool is not None and may_be_asked_to_leave(fact):
