@@ -14,7 +14,16 @@ from rlfleet.api.wire import MemoryTag, OperationState
 from rlfleet.plan.asleep import is_half_released, is_offloaded, is_touched
 from rlfleet.plan.catchup import needs as needs_catch_up
 from rlfleet.plan.drops import is_unwanted, removable, to_close
-from rlfleet.plan.elastic import awaited, ceiling, in_the_way, on_devices, plan_elastic, wanted_pods, wish
+from rlfleet.plan.elastic import (
+    awaited,
+    ceiling,
+    in_the_way,
+    last_draining,
+    on_devices,
+    plan_elastic,
+    wanted_pods,
+    wish,
+)
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.pool import PoolView, plan_pods
 from rlfleet.plan.repair import Act, needs
@@ -38,6 +47,12 @@ def marked(engines: list[Engine], active: int, **how: Any) -> list[Engine]:
 
 def plan(engines: list[Engine], active: int, *, cache_ready: bool = True, **how: Any) -> Any:
     return plan_elastic(marked(engines, active, **how), pipeline="p", cache_ready=cache_ready)
+
+
+def test_whom_a_pool_takes_away_is_read_from_its_status() -> None:
+    rows = [{"podUID": "a", "state": "Draining"}, {"podUID": "b", "state": "Active"}, {"state": "Draining"}]
+    assert last_draining({"status": {"engines": rows}}) == {"a"}
+    assert last_draining({}) == set()
 
 
 # ------------------------------------------------------------------------------------------------ memory

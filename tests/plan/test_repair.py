@@ -88,6 +88,15 @@ def test_what_a_pool_takes_out_of_service_is_never_opened() -> None:
     assert found == {"b": Act.CLOSE}
 
 
+def test_what_a_rolling_update_drains_is_not_routed_again_but_closed_and_resumed_like_any_other() -> None:
+    def of(**status: Any) -> dict[str, Act]:
+        return acts(engine("e", gate(**status), draining=True))
+
+    assert of(holds=AT, routed={"r": False}) == {}
+    assert of(holds=(4, DIGEST_A)) == {"e": Act.CLOSE}
+    assert of(holds=AT, paused=True, routed={"r": False}) == {"e": Act.RESUME}, "it ends the requests that it has"
+
+
 def test_without_a_commit_nothing_is_opened_and_proof_is_not_doubted() -> None:
     for holds, paused in itertools.product([None, AT], [True, False, None]):
         status = gate(holds=holds, paused=paused)

@@ -114,6 +114,12 @@ def last_asleep(pool: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(str(r["podUID"]) for r in rows if r.get("state") == "Offloaded" and r.get("podUID"))
 
 
+def last_draining(pool: Mapping[str, Any]) -> frozenset[str]:
+    """UIDs of the pods that the pool's status shows as Draining: it takes them away, and out of the routers first."""
+    rows = (pool.get("status") or {}).get("engines") or ()
+    return frozenset(str(r["podUID"]) for r in rows if r.get("state") == "Draining" and r.get("podUID"))
+
+
 # ------------------------------------------------------------------------------------------------ who
 
 

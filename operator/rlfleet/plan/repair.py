@@ -76,6 +76,8 @@ def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act
             return None  # plan.elastic or plan.quarantine sees to it; another checksum is a CatchUp's business
         if s.engine.paused is not False:
             return Act.RESUME, doubtful
+        if e.draining:
+            return None  # routed again it would get requests until its pod is evicted
         return (Act.OPEN, False) if any(v is False for v in s.routed.values()) else None
     if s.holds is None:
         # Its gate keeps an engine paused that nothing proves; what is left to do is its routing.

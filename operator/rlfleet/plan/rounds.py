@@ -91,6 +91,8 @@ class Engine:
     """It is to sleep, whether it does already or not (plan.elastic.wish)."""
     quarantined: bool = False
     """A person keeps it out of service (plan.quarantine)."""
+    draining: bool = False
+    """Its pool has taken it out of the routers between rounds, to replace its pod. A round may still use it."""
     owned: bool = True
     refusal: str = ""
     """Why its gate refused to be fenced; empty where it answered or kept silent."""

@@ -27,7 +27,7 @@ from rlfleet.plan.adopt import adopted, adopts, believed, engine_process, indice
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
-from rlfleet.plan.elastic import ceiling, last_asleep, wish
+from rlfleet.plan.elastic import ceiling, last_asleep, last_draining, wish
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.lifecycle import disruption_of, pod_fact
 from rlfleet.plan.rounds import Engine
@@ -111,6 +111,7 @@ class Fleet:
                 engine,
                 unwanted=is_unwanted(pod, maker, held=self.held),
                 claimed=claim_evidence(engine_uses(pod), claims),
+                draining=pool is not None and engine.pod_uid in last_draining(pool),
             )
             self.pods[engine.name] = pod
             self.engines[engine.name] = replace(engine, status=self._met(engine.name, known.get(engine.pod_uid)))
