@@ -83,6 +83,7 @@ def test_a_pool_of_adopted_pods_promises_less_owes_none_and_names_whom_nobody_re
 
     assert f"{bad.pod.name}: spec.sync.onFailure is Replace, but nobody but its maker" in text(replaces=True)
     assert "its maker" not in text()
+    assert f"1 engines, among them {bad.pod.name}: " in text(), "an adopted engine is called as its pod"
 
 
 def test_empty_pool_is_ready() -> None:

@@ -313,7 +313,7 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED and r not in spent]
     if quarantined:
         first = quarantined[0]
-        name = naming.engine_name(o.pool, first.pod.index)
+        name = first.pod.name if o.adopted else naming.engine_name(o.pool, first.pod.index)
         problems.append(
             Problem(
                 Reason.ENGINES_QUARANTINED, f"{len(quarantined)} engines, among them {name}: {first.derived.failure}"
