@@ -161,6 +161,20 @@ def test_values_reach_the_operator(tmp_path: Path) -> None:
     assert one(objects, "Service")["spec"]["ports"][0]["port"] == 8443
 
 
+def test_values_given_by_set_reach_the_operator_too(tmp_path: Path) -> None:
+    # helm reads numbers of --set as integers, those of a file as floats.
+    given = ("--set=settings.concurrency=8", "--set=settings.pollSeconds=3", "--set=settings.drainSeconds=0")
+    (container,) = one(chart(tmp_path, {}, *given), "Deployment")["spec"]["template"]["spec"]["containers"]
+    chosen = parse(container["args"])
+    assert (chosen.concurrency, chosen.poll_seconds, chosen.drain_seconds) == (8, 3, 0)
+
+
+def test_an_empty_web_bind_turns_the_page_off(tmp_path: Path) -> None:
+    for bind, address in (("", None), ("127.0.0.1:9999", ("127.0.0.1", 9999))):
+        spec = one(chart(tmp_path, {"settings": {"webBind": bind}}), "Deployment")["spec"]["template"]["spec"]
+        assert parse(spec["containers"][0]["args"]).web_address() == address
+
+
 def test_probes_and_a_second_to_stand_by(tmp_path: Path) -> None:
     spec = one(chart(tmp_path), "Deployment")["spec"]
     (container,) = spec["template"]["spec"]["containers"]
