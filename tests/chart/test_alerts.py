@@ -16,6 +16,7 @@ import yaml
 
 from e2e.observability.queries import problems
 from e2e.observability.require import require_prometheus
+from tests.chart.kit import chart, of_kind, one
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "charts/rlfleet/files/alerts.yaml"
@@ -158,6 +159,16 @@ def test_the_guide_lists_every_alert(rule: dict[str, Any]) -> None:
     (line,) = [x for x in guide.splitlines() if x.startswith(f"| [{rule['alert']}](../runbooks/{rule['alert']}.md)")]
     assert f"({rule['labels']['severity']})" in line
     assert line.endswith(f", for {rule['for']} |" if "for" in rule else " |")
+
+
+def test_runbooks_call_lease_and_account_of_the_operator_as_the_chart_does(tmp_path: Path) -> None:
+    # `kubectl auth can-i --list --as=...` answers for an account that does not exist, too.
+    objects = chart(tmp_path, {}, "--no-hooks")
+    (account,) = {o["metadata"]["name"] for o in of_kind(objects, "ServiceAccount")}
+    text = "\n".join(page.read_text() for page in sorted(RUNBOOKS.glob("*.md")))
+    assert set(re.findall(r'serviceaccount:"\$OPERATOR_NAMESPACE":(\S+)', text)) == {account}
+    (container,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert {f"--lease-name={name}" for name in re.findall(r"get lease (\w\S*)", text)} <= set(container["args"])
 
 
 def test_no_runbook_without_an_alert_and_no_name_twice() -> None:
