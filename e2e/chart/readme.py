@@ -29,7 +29,8 @@ _HEAD = """\
     helm uninstall rlfleet --namespace rlfleet-system
 
 - **CRDs** are installed with the first release and stay at `helm uninstall`, with all objects. Helm does not upgrade
-  them: `crds.upgrade.enabled`, or `rlfleet crds | kubectl apply --server-side -f -` before `helm upgrade`.
+  them: `crds.upgrade.enabled`, or `rlfleet crds | kubectl apply --server-side --force-conflicts -f -` before
+  `helm upgrade` (without that flag a changed field is refused: Helm is the one who wrote it).
 - **Uninstall** stops the operator and takes its finalizers off all objects first (`uninstall.*`). Engines keep what
   they have; delete pipelines and pools before if you want them closed.
 - **The signing key** is made by the operator at its first start. It is in no template and in no release record of Helm.
