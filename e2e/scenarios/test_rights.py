@@ -35,7 +35,7 @@ UNUSED: dict[tuple[str, str], str] = {
     ("get", "syncrounds.rlfleet.dev"): "a round as it stands, after a write that lost against another",
     ("patch", "events.events.k8s.io"): "an Event that repeats is counted on",
     ("delete", "resourceclaims.resource.k8s.io"): "a train block that is taken out of its pipeline",
-    ("create", "poddisruptionbudgets.policy"): "the budget of a pool that asks for one",
+    ("create", "poddisruptionbudgets.policy"): "the budget of a new pool",
     ("update", "poddisruptionbudgets.policy"): "a budget follows its pool's spec",
     ("delete", "poddisruptionbudgets.policy"): "a budget that its pool does not ask for any more",
     ("list", "poddisruptionbudgets.policy"): "the budgets that a rolling update keeps to",
