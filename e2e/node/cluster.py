@@ -146,8 +146,10 @@ class RealNode(LocalCluster):
                 processes.kill(process)
         host.kill_cgroup(places.cgroup)
         for pid in processes.marked(record.mark):
-            if Path(f"/proc/{pid}/comm").read_text().startswith("containerd-shim"):
-                os.kill(pid, signal.SIGKILL)
+            if host.comm(str(pid)).startswith("containerd-shim"):
+                # It ends by itself when its last container has.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         host.remove_strays(self.state, places.pod_network)
         host.unmount_below(places.kubelet, self.state / "containerd", places.images)
         shutil.rmtree(self.state / "containerd" / "state", ignore_errors=True)

@@ -179,9 +179,11 @@ def make_cgroup(name: str) -> None:
         folder = hierarchy / name
         folder.mkdir(exist_ok=True)
         for knob in ("cpuset.cpus", "cpuset.mems"):
-            # A new group of the first version has none, and takes no process then.
-            if (folder / knob).exists() and not (folder / knob).read_text().strip():
-                (folder / knob).write_text((hierarchy / knob).read_text())
+            # A new group of the first version has none, and takes no process then. In the second one none means "as
+            # above", and the group at the top has no such file.
+            above = hierarchy / knob
+            if above.exists() and (folder / knob).exists() and not (folder / knob).read_text().strip():
+                (folder / knob).write_text(above.read_text())
 
 
 def kill_cgroup(name: str, *, seconds: float = 20.0) -> None:
@@ -239,7 +241,8 @@ def _hierarchies() -> Sequence[Path]:
 # --------------------------------------------------------------------------------------------- mounts and files
 
 
-def _comm(pid: str) -> str:
+def comm(pid: str) -> str:
+    """The name of a process's program; empty when it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -280,7 +283,7 @@ def remove_strays(state: Path, network: str) -> None:
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and os.readlink(link).startswith(f"{state}/"):
             link.unlink()
-    if not any(_comm(pid) == "kubelet" for pid in os.listdir("/proc") if pid.isdigit()):
+    if not any(comm(pid) == "kubelet" for pid in os.listdir("/proc") if pid.isdigit()):
         for name in ("kubelet_internal_checkpoint", "kubelet.sock"):
             (_DEVICE_PLUGINS / name).unlink(missing_ok=True)
     for path in (_DEVICE_PLUGINS, *_DEVICE_PLUGINS.parents[:1], Path("/var/log/containers")):

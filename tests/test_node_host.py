@@ -1,0 +1,43 @@
+"""What a real node takes of a machine (e2e.node.host), as far as it is seen without root: files of control groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from e2e.node import host
+
+NAME = "rlfleet-test"
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where control groups would be mounted."""
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    return tmp_path
+
+
+def test_a_new_group_of_the_first_version_gets_processors_and_memory_of_the_one_above(groups: Path) -> None:
+    (groups / "cpuset" / NAME).mkdir(parents=True)
+    for knob, value in (("cpuset.cpus", "0-7\n"), ("cpuset.mems", "0\n")):
+        (groups / "cpuset" / knob).write_text(value)
+        (groups / "cpuset" / NAME / knob).write_text("\n")  # the kernel makes it with the folder
+    host.make_cgroup(NAME)
+    assert (groups / "cpuset" / NAME / "cpuset.cpus").read_text() == "0-7\n"
+    assert (groups / "cpuset" / NAME / "cpuset.mems").read_text() == "0\n"
+
+
+def test_a_new_group_of_the_second_version_has_what_the_one_above_has(groups: Path) -> None:
+    # With the controller turned on, as systemd does it. The group at the top has no cpuset.cpus to copy.
+    (groups / "cgroup.controllers").write_text("cpuset cpu memory\n")
+    (groups / NAME).mkdir()
+    (groups / NAME / "cpuset.cpus").write_text("\n")
+    host.make_cgroup(NAME)
+    assert (groups / NAME / "cpuset.cpus").read_text() == "\n"
+
+
+def test_a_process_that_is_gone_has_no_name() -> None:
+    assert host.comm(str(os.getpid())) != ""
+    assert host.comm("0") == ""  # no process has this pid
