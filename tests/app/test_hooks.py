@@ -8,6 +8,7 @@ import pytest
 
 from rlfleet.api import crdgen
 from rlfleet.app.hooks import __main__ as command
+from rlfleet.app.hooks import check
 from rlfleet.app.hooks.crds import merged
 from rlfleet.app.hooks.steps import HookError, steadily, until
 from rlfleet.kube.errors import NotFound, Unavailable
@@ -41,6 +42,16 @@ def test_a_crd_is_replaced_as_it_was_read_with_what_others_wrote_on_it() -> None
 def test_a_version_that_objects_are_stored_in_is_never_taken_away() -> None:
     with pytest.raises(HookError, match="stored as v1, which this release does not serve"):
         merged(live(storedVersions=["v1alpha1", "v1"]), crdgen.crd(crdgen.KINDS[0]))
+
+
+def test_helm_test_takes_no_pipeline_of_somebody_else_for_its_own() -> None:
+    made = check._pipeline("rlfleet-test")
+    # As the apiserver gives it back: with defaults.
+    made["spec"]["weights"]["sender"]["port"] = 9450
+    assert check.is_the_tests(made)
+    theirs = {"spec": {"weights": {"sender": {"podSelector": {"matchLabels": {"app": "trainer"}}}}}}
+    files = {"spec": {"weights": {"checkpoint": {"pathTemplate": "/v{version}"}}}}
+    assert not any(check.is_the_tests(p) for p in (theirs, files, {"metadata": {"name": "rlfleet-test"}}))
 
 
 async def test_what_may_be_asked_again_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

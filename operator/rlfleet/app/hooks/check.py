@@ -1,6 +1,7 @@
 """`helm test`: an installed operator leads and answers, and the CRDs refuse what they should.
 
-Invariant: what is made is deleted again, whatever the verdict.
+Invariant: what is made is deleted again, whatever the verdict, and nothing else is: a pipeline of the test's name that
+the test did not make is somebody's, and stays.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ async def check(kube: KubeClient, namespace: str, name: str, *, seconds: float) 
         made = await kube.create(RLPIPELINES, namespace, _pipeline(name), timeout=CALL_SECONDS)
     except AlreadyExists as e:
         raise HookError(f"RLPipeline {namespace}/{name} is still being deleted: no operator serves {namespace}") from e
-    if (made["spec"].get("transport") or {}).get("mode") != "CPUSerialize":
-        raise HookError(
-            "the CRDs are not those of this release: a default is missing (kubectl apply the chart's crds/)"
-        )
     try:
+        if (made["spec"].get("transport") or {}).get("mode") != "CPUSerialize":
+            raise HookError(
+                "the CRDs are not those of this release: a default is missing (kubectl apply the chart's crds/)"
+            )
 
         async def answer() -> Obj | None:
             live = await kube.get(RLPIPELINES, namespace, name, timeout=CALL_SECONDS)
@@ -81,10 +82,21 @@ async def _refused(kube: KubeClient, namespace: str, name: str) -> None:
     raise HookError(f"spec.transport.mode {_WRONG_MODE} was accepted: the CRDs are not those of this release")
 
 
+def is_the_tests(pipeline: Obj) -> bool:
+    """Whether this test, or an earlier one that was cut short, made the pipeline: nobody else selects such a sender."""
+    sender = ((pipeline.get("spec") or {}).get("weights") or {}).get("sender") or {}
+    return bool(sender.get("podSelector") == _SELECTOR)
+
+
 async def _remove(kube: KubeClient, namespace: str, name: str) -> None:
     async def gone() -> bool:
         try:
             live = await kube.get(RLPIPELINES, namespace, name, timeout=CALL_SECONDS)
+            if not is_the_tests(live):
+                raise HookError(
+                    f"RLPipeline {namespace}/{name} was not made by this test, so it is left alone; the test needs "
+                    "that name (fullnameOverride changes it)"
+                )
             if "deletionTimestamp" not in live["metadata"]:
                 await kube.delete(RLPIPELINES, namespace, name, uid=live["metadata"]["uid"], timeout=CALL_SECONDS)
         except NotFound:
