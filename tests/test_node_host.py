@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_new_group_of_the_second_version_has_what_the_one_above_has(groups: Pa
     (groups / NAME / "cpuset.cpus").write_text("\n")
     host.make_cgroup(NAME)
     assert (groups / NAME / "cpuset.cpus").read_text() == "\n"
+
+
+def test_the_guide_names_every_package_that_may_be_missing() -> None:
+    page = (Path(host.__file__).parents[2] / "docs/guides/real-node.md").read_text().replace("```", "")
+    named = {word for quoted in re.findall(r"`([^`]+)`", page, re.DOTALL) for word in quoted.split()}
+    for packages in (host.NODE_PACKAGES, host.IMAGE_PACKAGES, host.COMPILER):
+        # nsenter belongs to every Debian.
+        assert set(packages.values()) - {"util-linux"} <= named
 
 
 def test_a_process_that_is_gone_has_no_name() -> None:

@@ -33,7 +33,7 @@ NODE_PACKAGES = {
 }
 IMAGE_PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
 #: What the base image of the node's pods carries cannot be had without these.
-COMPILER = {"gcc": "gcc"}
+COMPILER = {"gcc": "gcc", "gencat": "libc6-dev"}  # gcc only recommends the headers; gencat comes with them
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NETNS = Path("/run/netns")
