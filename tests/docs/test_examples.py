@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from e2e.cluster.local import LocalCluster
+from rlfleet import __version__
 from rlfleet.plan.pods import build_pod
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
@@ -25,6 +27,15 @@ def test_an_example_is_accepted_as_it_is(cluster: LocalCluster, namespace: str, 
     if elsewhere - {"default"}:
         pytest.skip(f"{file.name} belongs into a namespace that is not here; tests/chart/test_argocd.py runs it")
     cluster.kubectl("apply", "--dry-run=server", "--validate=strict", *where, "-f", str(file))
+
+
+def test_gates_run_from_the_image_that_the_chart_installs() -> None:
+    values = yaml.safe_load((EXAMPLES.parents[1] / "charts/rlfleet/values.yaml").read_text())
+    wanted = f"{values['image']['repository']}:{__version__}"
+    found = {
+        image for file in EXAMPLES.glob("*.yaml") for image in re.findall(r"image: (\S*rlfleet\S*)", file.read_text())
+    }
+    assert found == {wanted}
 
 
 def test_what_a_queueing_system_reads_arrives_in_the_pods() -> None:

@@ -27,7 +27,7 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """What the site is made of, without the generated pages that make it slow."""
+    """What the site is made of, and what its pages link to."""
     for name in ("mkdocs.yml", "docs"):
         source = ROOT / name
         shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path / name)
