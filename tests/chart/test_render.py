@@ -363,8 +363,16 @@ def test_the_schema_says_which_value_is_wrong_and_why(tmp_path: Path, values: Ob
         ),
         ({"podLabels": {"app.kubernetes.io/name": "x"}}, "podLabels: app.kubernetes.io/name is the chart's own label"),
         ({"commonLabels": {"helm.sh/chart": "x"}}, "commonLabels: helm.sh/chart is the chart's own label"),
+        (
+            {"trainers": [{"namespace": "a", "serviceAccount": "t", "pipelines": [name]} for name in ("p", "q")]},
+            "trainers: a/t stands there twice",
+        ),
+        (
+            {"networkPolicy": {"pipelines": [{"namespace": "a", "pipeline": "p", "trainer": {"app": "t"}}] * 2}},
+            "networkPolicy.pipelines: a/p stands there twice",
+        ),
     ],
-    ids=["account", "monitor", "pod labels", "labels"],
+    ids=["account", "monitor", "pod labels", "labels", "trainer twice", "policy twice"],
 )
 def test_values_that_contradict_each_other_are_refused(tmp_path: Path, values: Obj, words: str) -> None:
     assert words in refusal(tmp_path, values)
