@@ -39,6 +39,8 @@ class EngineLink:
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
         self._met = False
+        #: How many processes were forgotten: an answer of one of them says nothing about the one that is here.
+        self._life = 0
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
@@ -52,6 +54,7 @@ class EngineLink:
         if self._asking is not None:
             self._asking.cancel()
         self._facts, self._asking, self._met = None, None, False
+        self._life += 1
 
     async def facts(self) -> Facts | None:
         """Version, layout and capabilities; asked once, because they can not change while the process lives."""
@@ -59,10 +62,11 @@ class EngineLink:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_facts())
             # By its own name: when this one is done, another caller may have begun to ask anew before we run again.
-            asked = self._asking
+            asked, life = self._asking, self._life
             # A checksum may take longer than a caller of ours waits; it goes on, and the next one finds its answer.
             done, _ = await asyncio.wait({asked}, timeout=STATUS_SECONDS)
-            if done:
+            # The question to a process that is gone was cancelled; whoever waited for its answer goes on without.
+            if done and life == self._life:
                 self._facts = self._facts or asked.result()
         return self._facts
 
