@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from io import StringIO
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from rlfleet.cli.asking import explained
+from rlfleet.control.explaining import Wanted
+from rlfleet.kube.config import Credentials
 from rlfleet.web.server import WebServer
 from tests.cli.fleets import large
 from tests.web.apiserver import Apiserver
@@ -140,3 +143,24 @@ async def test_an_apiserver_that_is_away_is_said(page: WebServer, apiserver: Api
     status, body, _ = await get(page, "/api/fleet")
     assert status == 502
     assert "the apiserver does not answer" in body["error"]
+
+
+async def test_a_look_that_hangs_does_not_hold_up_the_end(apiserver: Apiserver) -> None:
+    asked = asyncio.Event()
+
+    async def where() -> Credentials:
+        return Credentials(str(apiserver.server.make_url("")).rstrip("/"))
+
+    async def report(namespace: str, name: str, wanted: Wanted | None) -> dict[str, Any]:
+        asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    page = WebServer("127.0.0.1", 0, where=where, report=report)
+    await page.start()
+    asking = asyncio.create_task(get(page, "/api/look?namespace=t-8dbb0a5ba5&pipeline=p"))
+    await asked.wait()
+    # aiohttp itself would wait a minute for the answer.
+    async with asyncio.timeout(30):
+        await page.stop()
+    with pytest.raises(aiohttp.ClientError):
+        await asking

@@ -363,8 +363,6 @@ class Operator:
         # Taken first: the queue ends while it drains, and an end that was asked for is no failure.
         tasks, self._tasks = self._tasks, []
         ctx = self._context
-        if self._web is not None:
-            await self._web.stop()
         if ctx is not None and not self._lost:
             drain = self._settings.drain_seconds
             if not await self._queue.settle(drain):
@@ -379,6 +377,8 @@ class Operator:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._elector is not None and not self._lost:
             await self._elector.release()
+        if self._web is not None:
+            await self._web.stop()
         if ctx is not None:
             if self._pools is not None:
                 await self._pools.close()

@@ -37,6 +37,8 @@ Report = Callable[[str, str, Wanted | None], Awaitable[Obj]]
 ROUNDS = 60
 #: Dry runs at a time: each asks every gate of a pipeline.
 DRY_RUNS = 2
+#: Seconds for answers under way when the server stops: nobody's look may hold up the end of the process.
+STOP_SECONDS = 0.2
 _FILES: Final = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -84,7 +86,7 @@ class WebServer:
             app.router.add_get(path, _static)
         app.router.add_get("/api/fleet", self._fleet)
         app.router.add_get("/api/look", self._look)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port).start()
         self.port = self._runner.addresses[0][1]
