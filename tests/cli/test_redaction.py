@@ -30,6 +30,7 @@ def pod(**container: Any) -> dict[str, Any]:
         pod(args=["--api-key", f"-{SECRET}"]),
         pod(command=["sh", "-c", f"export HF_TOKEN={SECRET}; python -m engine"]),
         pod(command=["sh", "-c", f"engine --api-key '{SECRET}'"]),
+        pod(readinessProbe={"httpGet": {"httpHeaders": [{"name": "X-Api-Key", "value": SECRET}]}}),
         {"metadata": {"annotations": {"kubectl.kubernetes.io/last-applied-configuration": f'{{"a":"{SECRET}"}}'}}},
         {"metadata": {"annotations": {"example.com/token": SECRET}}},
         {"metadata": {"managedFields": [{"x": SECRET}]}},

@@ -50,7 +50,11 @@ def text(value: str) -> str:
 def redacted(value: Any) -> Any:
     """An object without secrets and noise; what it is made of stays as it was."""
     if isinstance(value, Mapping):
-        return {k: _field(str(k), v) for k, v in value.items() if k not in _DROPPED}
+        kept = {k: _field(str(k), v) for k, v in value.items() if k not in _DROPPED}
+        # A header of a probe, for instance: what the value is stands beside it.
+        if isinstance(kept.get("value"), str) and _NAME.search(str(kept.get("name"))):
+            kept["value"] = GONE
+        return kept
     if isinstance(value, list | tuple):
         return [redacted(v) for v in value]
     return text(value) if isinstance(value, str) else value
