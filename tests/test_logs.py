@@ -68,6 +68,11 @@ def test_secrets_leave_in_no_line(formatter: logging.Formatter, secret: str) -> 
     assert "[redacted]" in text
 
 
+def test_a_line_is_json_even_where_a_key_is_cut_off() -> None:
+    line = json.loads(JsonFormatter().format(record(f"read {PEM[:40]}", found={"keys": [PEM[:40]]}, engine="e-0")))
+    assert (line["message"], line["found"], line["engine"]) == ("read [redacted]", {"keys": ["[redacted]"]}, "e-0")
+
+
 def test_what_is_no_secret_stays() -> None:
     text = "bearer of bad news: sha256:0123456789abcdef, version 3, eyJ.no.jwt, PRIVATE KEY"
     assert redacted(text) == text

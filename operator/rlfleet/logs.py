@@ -58,7 +58,19 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             data["exception"] = "".join(traceback.format_exception(*record.exc_info))
-        return redacted(json.dumps(data, default=str))
+        # Value by value, so that the line stays JSON even where a key is cut off in the middle.
+        return json.dumps(_clean(data), default=lambda v: redacted(str(v)))
+
+
+def _clean(value: Any) -> Any:
+    match value:
+        case str():
+            return redacted(value)
+        case Mapping():
+            return {redacted(str(k)): _clean(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_clean(v) for v in value]
+    return value
 
 
 class TextFormatter(logging.Formatter):
