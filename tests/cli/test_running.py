@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tests.cli.fleets import recorded
 from tests.web.apiserver import Apiserver
@@ -50,6 +52,11 @@ def kubeconfig(apiserver: Apiserver, tmp_path: Path) -> Path:
     file = tmp_path / "kubeconfig"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def point(kubeconfig: Path, old: TestServer, new: TestServer) -> None:
+    """The kubeconfig names another server."""
+    kubeconfig.write_text(kubeconfig.read_text().replace(str(old.make_url("")), str(new.make_url(""))))
 
 
 def environment(kubeconfig: Path, **more: str) -> dict[str, str]:
@@ -159,6 +166,21 @@ async def test_an_apiserver_that_is_away_is_named(kubeconfig: Path, apiserver: A
     assert code == 5
     assert "does not answer" in err
     assert str(kubeconfig) in err
+
+
+async def test_what_is_no_apiserver_is_said(kubeconfig: Path, apiserver: Apiserver) -> None:
+    """Something else listens there: a proxy's page of login, for instance."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>log in</html>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", page)
+    async with TestServer(app) as other:
+        point(kubeconfig, apiserver.server, other)
+        code, out, err = await run(kubeconfig, "status")
+    assert (code, out) == (5, "")
+    assert "does not answer as an apiserver does" in err
 
 
 async def test_a_watch_in_a_pipe_writes_one_block_for_each_change_and_ends_when_interrupted(

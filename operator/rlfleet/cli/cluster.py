@@ -35,9 +35,10 @@ KINDS = {
     "events": (CORE, "Event"),
     "nodes": (CORE, "Node"),
     "leases": ("/apis/coordination.k8s.io/v1", "Lease"),
-    "customresourcedefinitions": ("/apis/apiextensions.k8s.io/v1", "CustomResourceDefinition"),
     "deviceclasses": ("/apis/resource.k8s.io/v1", "DeviceClass"),
 }
+#: Kinds that are in no namespace.
+_EVERYWHERE = ("nodes", "deviceclasses")
 CALL_SECONDS = 15.0
 _PAGE = 500
 
@@ -91,7 +92,7 @@ class Cluster:
         """All objects of a kind, in ``namespace`` (default: the cluster's, which may be all)."""
         prefix, kind = KINDS[plural]
         where = namespace or self.namespace
-        scoped = plural in ("nodes", "customresourcedefinitions", "deviceclasses") or where is None
+        scoped = plural in _EVERYWHERE or where is None
         path = f"{prefix}/{plural}" if scoped else f"{prefix}/namespaces/{where}/{plural}"
         items: list[Obj] = []
         params = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
@@ -138,7 +139,7 @@ class Cluster:
 
     def _path(self, plural: str, name: str, namespace: str | None) -> str:
         prefix, _ = KINDS[plural]
-        if plural in ("nodes", "customresourcedefinitions", "deviceclasses"):
+        if plural in _EVERYWHERE:
             return f"{prefix}/{plural}/{name}"
         return f"{prefix}/namespaces/{namespace or self.home()}/{plural}/{name}"
 
@@ -153,7 +154,16 @@ class Cluster:
         """One call; CliError for everything but success."""
         response = self.send(method, path, body=body, params=params)
         if 200 <= response.status_code < 300:
-            found: Obj = response.json()
+            try:
+                found = response.json()
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise CliError(
+                    f"{self.access.server} ({self.access.where}) does not answer as an apiserver does. Is this the "
+                    "right --context?",
+                    Exit.UNREACHABLE,
+                )
             return found
         raise self._refused(method, path, response)
 
