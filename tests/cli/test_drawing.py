@@ -195,3 +195,34 @@ def test_documents_are_plain_json_in_camel_case(capsys: pytest.CaptureFixture[st
     assert engine["fenced"] is False
     output.dump({"pipelines": tree(recorded("failed"))}, Format.YAML)
     assert yaml.safe_load(capsys.readouterr().out)["pipelines"][0] == found
+
+
+EVIL = "a\x1b]0;taken\x07\x1b[31mred\x9b2J"
+
+
+@pytest.mark.parametrize("form", [Format.JSON, Format.YAML])
+def test_documents_carry_what_a_terminal_would_obey_in_escapes(
+    form: Format, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.dump({"message": EVIL}, form)
+    said = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b"} & set(said)
+    assert yaml.safe_load(said) == {"message": EVIL}
+
+
+def test_text_from_objects_does_not_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = recorded("failed")
+    objects["rlpipelines"][0]["status"]["conditions"][-1]["message"] = EVIL
+    what = tables.status_tree(tree(objects), wide=False)
+    output.show(what)
+    assert not {"\x1b", "\x07", "\x9b"} & set(capsys.readouterr().out)
+    assert not {"\x1b", "\x07", "\x9b"} & set(output.plain(what))
+    # On a terminal there is colour, of ours and nobody else's.
+    stream = StringIO()
+    Console(file=stream, width=80, force_terminal=True, color_system="standard").print(output.Tamed(what))
+    assert "\x1b[1m" in stream.getvalue()
+    assert not {"\x07", "\x9b"} & set(stream.getvalue())
+    assert "]0;taken" in stream.getvalue()
+    assert "\x1b]" not in stream.getvalue()

@@ -15,6 +15,7 @@ import typer
 
 from rlfleet.cli import act, asking, bundle, doctor, see
 from rlfleet.cli.failures import CliError, Exit
+from rlfleet.cli.output import tame
 
 HELP = "Keeps RL inference fleets on the right weights: see and steer pipelines, pools and rounds."
 SEE, STEER, FIND = "See", "Steer", "Find out what is wrong"
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str], prog: str = "rlfleet") -> int:
     try:
         build(prog)(list(arguments), prog_name=prog)
     except CliError as e:
-        print(f"{prog}: {e}", file=sys.stderr)
+        print(f"{prog}: {tame(str(e))}", file=sys.stderr)
         return int(e.code)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else int(Exit.OK)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rlfleet.cli import options, tables
 from rlfleet.cli.cluster import Cluster
 from rlfleet.cli.failures import CliError
-from rlfleet.cli.output import Format, console, dump, show
+from rlfleet.cli.output import Format, Tamed, console, dump, show, tame
 from rlfleet.show import rounds as round_view
 from rlfleet.show.facts import document
 from rlfleet.show.fleet import Pipeline, fleet
@@ -80,7 +80,7 @@ def _watch(cluster: Cluster, pipeline: str | None, output: Format, interval: flo
             time.sleep(interval)
     with Live(console=screen, auto_refresh=False, transient=False) as live:
         while True:
-            live.update(_tree(_fleet(cluster, pipeline), output), refresh=True)
+            live.update(Tamed(_tree(_fleet(cluster, pipeline), output)), refresh=True)
             time.sleep(interval)
 
 
@@ -139,7 +139,7 @@ def topology(
         try:
             nodes = [n["metadata"]["name"] for n in cluster.list("nodes")]
         except CliError as e:
-            console(err=True).print(f"nodes without engines are not shown: {e}")
+            console(err=True).print(tame(f"nodes without engines are not shown: {e}"))
         found = places_of(cluster.list("rlpipelines"), cluster.list("enginepools"), nodes)
     if output in (Format.JSON, Format.YAML):
         dump({"devices": found}, output)
