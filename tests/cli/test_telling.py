@@ -1,11 +1,11 @@
-"""Errors of a sync are told in the words of the command line, with its exit codes."""
+"""Errors are told in the words of the command line, with its exit codes."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlfleet.cli.act import told
-from rlfleet.cli.failures import Exit
+from rlfleet.cli.act import how_they_go, refuse_empty_drain, told
+from rlfleet.cli.failures import CliError, Exit
 from rlfleet.client import errors
 
 
@@ -53,3 +53,21 @@ def test_no_remedy_is_a_call_of_the_sdk(error: errors.SyncError, code: Exit, wor
     assert "None" not in str(said)
     for word in words:
         assert word in str(said)
+
+
+def test_a_drain_that_would_put_nobody_to_sleep_is_refused() -> None:
+    spec = {"replicas": 2, "source": {"template": {}}}
+    refuse_empty_drain("ns/e", spec, 1)
+    with pytest.raises(CliError, match=r"spec\.replicas 2: --to 2 would put nobody to sleep") as refused:
+        refuse_empty_drain("ns/e", spec, 2)
+    assert refused.value.code is Exit.USAGE
+    # spec.replicas of an adopted pool is always 1, however many pods there are.
+    refuse_empty_drain("ns/e", {"replicas": 1, "source": {"adopt": {"selector": {}}}}, 3)
+
+
+def test_a_drain_says_what_becomes_of_the_engines() -> None:
+    assert "lose their pods" in how_they_go({"source": {"template": {}}})
+    assert "sleep" in how_they_go({"source": {"template": {}}, "shrink": "Offload"})
+    assert "sleep" in how_they_go({"source": {"template": {}}, "placement": {"mode": "Pinned"}})
+    # Adopted pods are never deleted.
+    assert "sleep" in how_they_go({"source": {"adopt": {"selector": {}}}})

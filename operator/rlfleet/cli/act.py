@@ -15,7 +15,7 @@ from rlfleet.api import labels
 from rlfleet.cli import options
 from rlfleet.cli.cluster import Cluster, Obj
 from rlfleet.cli.failures import CliError, Exit, explained
-from rlfleet.cli.output import Format, console, dump, show
+from rlfleet.cli.output import Format, console, dump, show, tame
 from rlfleet.client import Client, errors
 from rlfleet.show.facts import document, duration, version_text
 
@@ -61,7 +61,7 @@ def sync(
     def say(phase: str, detail: str) -> None:
         if [phase, detail] != last:
             last[:] = [phase, detail]
-            err.print(f"{phase}: {detail}" if detail else phase)
+            err.print(tame(f"{phase}: {detail}" if detail else phase))
 
     with explained(), Client(home, pipeline, kubeconfig, context=context) as client:
         try:
@@ -75,7 +75,7 @@ def sync(
                 on_progress=say if wait else None,
             )
         except errors.SyncTimeout as e:
-            if wait or e.round is None:
+            if wait:
                 raise told(e, home) from e
             if output in (Format.JSON, Format.YAML):
                 dump({"version": version, "round": e.round, "phase": e.phase}, output)
@@ -133,15 +133,22 @@ def drain(
     """Let engines of a pool finish their requests and give up their GPUs (spec.active)."""
     with options.cluster(kubeconfig, context, namespace) as cluster:
         spec = cluster.get("enginepools", pool)["spec"]
-        if to >= int(spec.get("replicas", 1)):
-            raise CliError(
-                f"EnginePool {cluster.home()}/{pool} has spec.replicas {spec.get('replicas', 1)}: --to {to} would put "
-                "nobody to sleep; give a smaller number",
-                Exit.USAGE,
-            )
+        refuse_empty_drain(f"{cluster.home()}/{pool}", spec, to)
         cluster.merge("enginepools", pool, {"spec": {"active": to}})
-        how = _how(spec)
-    show(f"enginepool/{pool}: at most {to} engines stay awake; the others {how}. Undo: rlfleet wake {pool}")
+        how = how_they_go(spec)
+        home = cluster.home()
+    show(f"enginepool/{pool}: at most {to} engines stay awake; the others {how}. Undo: rlfleet wake {pool} -n {home}")
+
+
+def refuse_empty_drain(name: str, spec: Obj, to: int) -> None:
+    """CliError where nobody would go to sleep. How many engines an adopted pool has its spec does not say."""
+    replicas = int(spec.get("replicas", 1))
+    if "adopt" not in spec["source"] and to >= replicas:
+        raise CliError(
+            f"EnginePool {name} has spec.replicas {replicas}: --to {to} would put nobody to sleep; give a smaller "
+            "number",
+            Exit.USAGE,
+        )
 
 
 def wake(
@@ -161,9 +168,13 @@ def wake(
     show(f"enginepool/{pool}: {'all' if to is None else f'up to {to}'} engines are to be awake")
 
 
-def _how(spec: Obj) -> str:
+def how_they_go(spec: Obj) -> str:
+    """What becomes of engines that are put to sleep."""
     placement = (spec.get("placement") or {}).get("mode", "Scheduler")
-    shrink = spec.get("shrink") or ("Delete" if placement == "Scheduler" else "Offload")
+    # Adopted pods are never deleted.
+    shrink = spec.get("shrink") or (
+        "Delete" if placement == "Scheduler" and "adopt" not in spec["source"] else "Offload"
+    )
     return "lose their pods (spec.shrink Delete)" if shrink == "Delete" else "sleep and release their device memory"
 
 
