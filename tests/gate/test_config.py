@@ -26,6 +26,8 @@ def test_defaults() -> None:
     config = load_config(GOOD)
     assert (config.port, config.engine_type, config.devices, config.router_quiet_seconds) == (9440, "SGLang", None, 5.0)
     assert config.capacity_bytes == 2**30
+    assert not config.ready_when_proven
+    assert load_config(GOOD | {"RLFLEET_READY_WHEN_PROVEN": "true"}).ready_when_proven
 
 
 def test_devices_and_memory_limit() -> None:
@@ -55,6 +57,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RLFLEET_MEMORY_LIMIT_BYTES", "-1"),
         ("RLFLEET_ROUTER_QUIET_SECONDS", "soon"),
         ("RLFLEET_ROUTER_QUIET_SECONDS", "nan"),
+        ("RLFLEET_READY_WHEN_PROVEN", "True"),
     ],
 )
 def test_a_malformed_variable_is_named(name: str, value: str) -> None:

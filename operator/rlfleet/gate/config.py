@@ -102,7 +102,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         engine_api_key=env.get("RLFLEET_ENGINE_API_KEY") or None,
         engine_admin_key=env.get("RLFLEET_ENGINE_ADMIN_KEY") or None,
         router_quiet_seconds=_number(env, "RLFLEET_ROUTER_QUIET_SECONDS", 5.0),
-        ready_when_proven=env.get("RLFLEET_READY_WHEN_PROVEN", "") == "true",
+        ready_when_proven=_switch(env, "RLFLEET_READY_WHEN_PROVEN"),
         checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
         tls_dir=Path(text) if (text := env.get("RLFLEET_TLS_DIR", "").strip()) else None,
     )
@@ -113,6 +113,13 @@ def _required(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise ConfigError(f"{name} is not set")
     return value
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name, "").strip() or "false"
+    if text not in ("true", "false"):
+        raise ConfigError(f"{name}={text!r} is neither true nor false")
+    return text == "true"
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None, *, low: int, high: int = 2**62) -> int:
