@@ -5,6 +5,7 @@ Invariant: a rank that nothing is known of is an error, never an engine that nee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,8 @@ from rlfleet.api.v1alpha1.enginepool_status import EngineEntry, EngineState
 from rlfleet.client import errors
 from rlfleet.client.client import Client
 from rlfleet.client.compat import environment as env
+
+log = logging.getLogger(__name__)
 
 RESIZE_SECONDS = 600.0
 #: Seconds for a pool's status to show what has been granted already.
@@ -64,19 +67,28 @@ class Ranks:
                 timeout=RESIZE_SECONDS,
             )
 
-        # All at once, so that they go to sleep together.
-        with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as threads:
-            asked = {rank: threads.submit(ask, rank) for rank in ranks}
-        failed = {rank: e for rank, future in asked.items() if (e := future.exception()) is not None}
-        if not failed:
+        try:
+            # All at once, so that they go to sleep together.
+            with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as threads:
+                asked = {rank: threads.submit(ask, rank) for rank in ranks}
+            for rank, future in asked.items():
+                error = future.exception()
+                if isinstance(error, errors.ClientError):
+                    raise RuntimeError(f"shrink of engine {rank} failed: {error}") from error
+                if error is not None:
+                    raise error
             self._until_shown_asleep(ranks)
-            return
-        rank, error = next(iter(failed.items()))
-        for other in set(ranks) - set(failed):
-            self._client.release_gpus(_cluster(other))
-        if isinstance(error, errors.ClientError):
-            raise RuntimeError(f"shrink of engine {rank} failed: {error}") from error
-        raise error
+        except BaseException:
+            self._withdraw(ranks)
+            raise
+
+    def _withdraw(self, ranks: Sequence[int]) -> None:
+        """Give devices back on the way out of an error; what fails there is said, hides nothing and keeps no other."""
+        for rank in ranks:
+            try:
+                self._client.release_gpus(_cluster(rank))
+            except errors.ClientError as e:
+                log.error("the devices of engine %d could not be given back, it stays asleep: %s", rank, e)
 
     def _until_shown_asleep(self, ranks: Sequence[int]) -> None:
         """A grant comes before the pool's status says so, by which the next resize goes."""

@@ -1,0 +1,142 @@
+"""What becomes of demands for engines by rank when the shrink fails, at a small stand-in for the apiserver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rlfleet.api import labels
+from rlfleet.client import Client
+from rlfleet.client.compat import ranks
+from rlfleet.client.compat.ranks import Ranks
+
+HOME = f"/apis/{labels.GROUP}/{labels.VERSION}/namespaces/ns"
+
+
+def obj(kind: str, name: str, spec: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
+    meta = {"name": name, "namespace": "ns", "uid": f"uid-{name}", "resourceVersion": "1"}
+    return {"apiVersion": labels.API_VERSION, "kind": kind, "metadata": meta, "spec": spec, "status": status}
+
+
+class Apiserver:
+    """Grants every request at once; its pool goes on to show all engines awake."""
+
+    def __init__(self) -> None:
+        self.demand: dict[str, Any] | None = None
+        self.refused: set[str] = set()
+        sender = {"podSelector": {"matchLabels": {"app": "trainer"}}}
+        self.pipeline = obj("RLPipeline", "demo", {"weights": {"sender": sender}}, {"grants": []})
+        template = {"spec": {"containers": [{"name": "engine", "image": "x"}]}}
+        spec = {
+            "pipeline": "demo", "replicas": 2, "engine": {"type": "SGLang"},
+            "source": {"template": template}, "gate": {"image": "x"},
+        }  # fmt: skip
+        rows = [
+            {"name": f"pool-{i}", "index": i, "node": "n0", "gpus": [f"GPU-{i}"], "state": "Active"} for i in (0, 1)
+        ]
+        self.pool = obj("EnginePool", "pool", spec, {"engines": rows})
+        app = web.Application()
+        app.router.add_get(f"{HOME}/rlpipelines/demo", self._pipeline)
+        app.router.add_get(f"{HOME}/enginepools/pool", self._pool)
+        app.router.add_get(f"{HOME}/enginepools", self._pools)
+        app.router.add_get(f"{HOME}/trainerdemands/demo", self._demand)
+        app.router.add_post(f"{HOME}/trainerdemands", self._create)
+        app.router.add_patch(f"{HOME}/trainerdemands/demo", self._change)
+        self.server = TestServer(app)
+
+    @property
+    def wants(self) -> list[str]:
+        return sorted(r["cluster"] for r in (self.demand or {"spec": {}})["spec"].get("requests") or [])
+
+    async def _pipeline(self, _: web.Request) -> web.Response:
+        return web.json_response(self.pipeline)
+
+    async def _pool(self, _: web.Request) -> web.Response:
+        return web.json_response(self.pool)
+
+    async def _pools(self, request: web.Request) -> web.Response:
+        if "watch" in request.query:
+            return web.json_response({"message": "watch is forbidden"}, status=403)
+        return web.json_response({"apiVersion": labels.API_VERSION, "items": [self.pool]})
+
+    async def _demand(self, _: web.Request) -> web.Response:
+        if self.demand is None:
+            return web.json_response({"message": 'trainerdemands.rlfleet.dev "demo" not found'}, status=404)
+        return web.json_response(self.demand)
+
+    async def _create(self, request: web.Request) -> web.Response:
+        return self._store(await request.json())
+
+    async def _change(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        gone = set(self.wants) - {r["cluster"] for r in body["spec"]["requests"]}
+        if gone & self.refused:
+            return web.json_response({"reason": "Invalid", "message": "refused"}, status=422)
+        body["spec"]["trainer"].pop("podName", None)
+        return self._store(body)
+
+    def _store(self, body: dict[str, Any]) -> web.Response:
+        known = (self.demand or {"metadata": {"resourceVersion": "0"}})["metadata"]["resourceVersion"]
+        self.demand = {**body, "metadata": {**body["metadata"], "resourceVersion": str(int(known) + 1)}}
+        self.pipeline["status"]["grants"] = [
+            {**r, "granted": True, "reason": "Granted", "message": ""} for r in body["spec"]["requests"]
+        ]
+        return web.json_response(self.demand)
+
+
+@pytest.fixture
+async def apiserver() -> AsyncIterator[Apiserver]:
+    one = Apiserver()
+    await one.server.start_server()
+    yield one
+    await one.server.close()
+
+
+@pytest.fixture
+def kubeconfig(apiserver: Apiserver, tmp_path: Path) -> Path:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": str(apiserver.server.make_url("")).rstrip("/")}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    file = tmp_path / "kubeconfig"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+async def shrink(kubeconfig: Path) -> None:
+    def work() -> None:
+        with Client("ns", "demo", kubeconfig, pod_uid="pod-1") as client:
+            Ranks(client, "demo").rest([0, 1], 3, None)
+
+    await asyncio.to_thread(work)
+
+
+async def test_engines_that_never_show_asleep_are_given_back(
+    apiserver: Apiserver, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "SHOWN_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match=r"EnginePool pool does not show them asleep"):
+        await shrink(kubeconfig)
+    assert apiserver.wants == []
+
+
+async def test_a_rank_that_cannot_be_given_back_hides_no_error_and_keeps_no_other(
+    apiserver: Apiserver, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "SHOWN_SECONDS", 0.0)
+    apiserver.refused = {"resize-0"}
+    with pytest.raises(RuntimeError, match=r"does not show them asleep"):
+        await shrink(kubeconfig)
+    assert apiserver.wants == ["resize-0"]
+    assert "the devices of engine 0 could not be given back" in caplog.text
