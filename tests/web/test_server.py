@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from rlfleet.cli.asking import explained
@@ -143,6 +145,30 @@ async def test_an_apiserver_that_is_away_is_said(page: WebServer, apiserver: Api
     status, body, _ = await get(page, "/api/fleet")
     assert status == 502
     assert "the apiserver does not answer" in body["error"]
+
+
+async def test_something_else_than_an_apiserver_is_said() -> None:
+    async def page_of_login(_: web.Request) -> web.Response:
+        return web.Response(text="<html>log in</html>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", page_of_login)
+    async with TestServer(app) as other:
+
+        async def where() -> Credentials:
+            return Credentials(str(other.make_url("")).rstrip("/"))
+
+        async def report(namespace: str, name: str, wanted: Wanted | None) -> dict[str, Any]:
+            raise AssertionError("nothing is looked at for who may read nothing")
+
+        page = WebServer("127.0.0.1", 0, where=where, report=report)
+        await page.start()
+        try:
+            for path in ("/api/fleet", "/api/look?namespace=a&pipeline=p"):
+                status, body, _ = await get(page, path)
+                assert (status, body) == (502, {"error": "the apiserver answered something else than JSON"})
+        finally:
+            await page.stop()
 
 
 async def test_a_look_that_hangs_does_not_hold_up_the_end(apiserver: Apiserver) -> None:

@@ -70,6 +70,8 @@ class Viewer:
                 found = json.loads(raw)
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise Denied(502, f"the apiserver does not answer ({type(e).__name__})") from e
+        except ValueError as e:
+            raise Denied(502, "the apiserver answered something else than JSON") from e
         if not isinstance(found, dict):
             raise Denied(502, "the apiserver answered something else than an object")
         return found
