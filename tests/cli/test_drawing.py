@@ -226,3 +226,15 @@ def test_text_from_objects_does_not_steer_the_terminal(
     assert not {"\x07", "\x9b"} & set(stream.getvalue())
     assert "]0;taken" in stream.getvalue()
     assert "\x1b]" not in stream.getvalue()
+
+
+def test_an_adopted_pool_is_as_large_as_the_pods_that_are_there() -> None:
+    objects = recorded("base")
+    pool = objects["enginepools"][0]
+    pods = pool["status"]["replicas"]
+    assert pods > 1
+    pool["spec"]["source"] = {"adopt": {"selector": {"matchLabels": {"app": "engine"}}}}
+    pool["spec"]["replicas"] = 1
+    found = next(p for p in tree(objects)[0].pools if p.name == pool["metadata"]["name"])
+    assert (found.replicas, found.wanted) == (pods, pods)
+    assert f"{found.name} ({found.counts['active']}/{pods})" in drawn(tables.status_tree(tree(objects), wide=False))

@@ -140,3 +140,16 @@ async def test_a_rank_that_cannot_be_given_back_hides_no_error_and_keeps_no_othe
         await shrink(kubeconfig)
     assert apiserver.wants == ["resize-0"]
     assert "the devices of engine 0 could not be given back" in caplog.text
+
+
+async def test_of_an_adopted_pool_all_pods_that_are_there_are_up(apiserver: Apiserver, kubeconfig: Path) -> None:
+    """Its spec says no number: spec.replicas is 1 there, however many pods somebody made."""
+    apiserver.pool["spec"]["source"] = {"adopt": {"selector": {"matchLabels": {"app": "engine"}}}}
+    apiserver.pool["spec"] |= {"replicas": 1, "gate": {}}
+    apiserver.pool["status"]["replicas"] = 2
+
+    def up() -> range:
+        with Client("ns", "demo", kubeconfig, pod_uid="pod-1") as client:
+            return Ranks(client, "demo").all_up()
+
+    assert await asyncio.to_thread(up) == range(2)

@@ -176,14 +176,16 @@ def _pool(obj: Obj, fence: int, ways: Mapping[tuple[str, str], str]) -> Pool:
     spec, status, ready = obj["spec"], status_of(obj), condition(obj, "Ready")
     engines = tuple(_engine(row, namespace, fence, ways) for row in status.get("engines") or ())
     counts = {s: int((status.get("counts") or {}).get(s) or 0) for s in STATES}
+    pods = int(status.get("replicas") or 0)
     return Pool(
         name=name,
-        replicas=int(spec.get("replicas", 1)),
+        # Of adopted pods the spec says no number: whoever makes them scales them.
+        replicas=pods if "adopt" in spec["source"] else int(spec.get("replicas", 1)),
         active=spec.get("active"),
         counts=counts,
         versions=tuple(dict(v) for v in status.get("versions") or ()),
         engines=engines,
-        unlisted=max(0, int(status.get("replicas") or 0) - len(engines)),
+        unlisted=max(0, pods - len(engines)),
         ready=str(ready.get("status") or "Unknown"),
         reason=str(ready.get("reason") or ""),
         message=str(ready.get("message") or ""),

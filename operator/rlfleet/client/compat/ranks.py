@@ -28,6 +28,11 @@ def _cluster(rank: int) -> str:
     return f"resize-{rank}"
 
 
+def _size(pool: EnginePool) -> int:
+    """How many engines it has: of adopted pods, whose number the spec does not say, those that are there."""
+    return pool.spec.replicas if pool.spec.source.adopt is None else pool.status.replicas
+
+
 class Ranks:
     """Asks for engines by their rank, and waits for what becomes of them."""
 
@@ -141,9 +146,9 @@ class Ranks:
             names = ", ".join(p.metadata.name for p in pools) or "none"
             raise RuntimeError(f"ranks are indices of engines in the pipeline's only EnginePool; it has: {names}")
         (pool,) = pools
-        if pool.spec.replicas > MAX_LISTED_ENGINES:
+        if _size(pool) > MAX_LISTED_ENGINES:
             raise RuntimeError(
-                f"EnginePool {pool.metadata.name} has {pool.spec.replicas} engines: ranks of a pool of more than "
+                f"EnginePool {pool.metadata.name} has {_size(pool)} engines: ranks of a pool of more than "
                 f"{MAX_LISTED_ENGINES} cannot be resized one by one, its status does not list them all"
             )
         return pool
@@ -167,10 +172,10 @@ class Ranks:
 
         def missing(pool: EnginePool) -> list[int]:
             known = {e.index for e in pool.status.engines if e.node is not None and e.gpus}
-            return [r for r in range(pool.spec.replicas) if r not in known]
+            return [r for r in range(max(1, _size(pool))) if r not in known]
 
         name = self._pool().metadata.name
         pool = self._client.wait_for_pool(name, lambda p: not missing(p), RESIZE_SECONDS)
         if left := missing(pool):
             raise RuntimeError(f"engines {left} of EnginePool {name} have no process, or none whose devices are known")
-        return range(pool.spec.replicas)
+        return range(_size(pool))
