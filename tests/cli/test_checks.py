@@ -97,7 +97,14 @@ def test_staging_must_hold_the_model_within_the_gates_limit() -> None:
     objects = recorded("base")
     pipeline, pool = objects["rlpipelines"][0], objects["enginepools"][0]
     pool["spec"]["gate"]["stagingMiB"] = 1024
-    assert levels(checks.staging(pipeline, pool, GIB)) == ["Ok"]
+    assert checks.staging(pipeline, pool, GIB) == [], "no gate said what it can stage, and the spec is not all of it"
+    assert levels(checks.staging(pipeline, pool, GIB, GIB)) == ["Ok"]
+    # The volume would do, what the gate's limit leaves of it does not.
+    tight = checks.staging(pipeline, pool, GIB // 2, GIB // 2 - 1)
+    assert levels(tight) == ["Failed"]
+    assert "memory limit" in tight[0].fix
+    # An adopted pool's gates stand in somebody else's template: its own stagingMiB says nothing of them.
+    assert levels(checks.staging(pipeline, pool, 4 * GIB, 8 * GIB)) == ["Ok"]
     small = checks.staging(pipeline, pool, GIB + 1)
     assert levels(small) == ["Failed"]
     assert "stagingMiB to 1025 or more" in small[0].fix
@@ -108,6 +115,15 @@ def test_staging_must_hold_the_model_within_the_gates_limit() -> None:
     tight = checks.staging(pipeline, pool, None)
     assert levels(tight) == ["Failed"]
     assert "limits.memory" in tight[0].message
+
+
+def test_a_pool_stages_what_its_smallest_gate_can_that_answers() -> None:
+    pool = {"metadata": {"name": "e"}}
+    rows = [{**ENGINE, "stagingCapacityBytes": n} for n in (7, 5)]
+    rows += [{**ENGINE, "pool": "other", "stagingCapacityBytes": 1}, {**ENGINE, "gone": True}]
+    silent = {k: v for k, v in ENGINE.items() if k != "stagingCapacityBytes"} | {"answers": False}
+    assert checks.capacity(pool, [*rows, silent]) == 5
+    assert checks.capacity(pool, [silent]) is None
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,14 @@ def dra(pipelines: Iterable[Obj], pools: Iterable[Obj], classes: Iterable[str] |
     return [Check(Level.OK, "DRA", f"{len(users)} pools use claims, every DeviceClass is there")]
 
 
-def staging(pipeline: Obj, pool: Obj, total_bytes: int | None) -> list[Check]:
-    """Whether the gate's memory volume holds what it must, within the gate's memory limit."""
+def capacity(pool: Obj, engines: Iterable[Obj]) -> int | None:
+    """Bytes that every gate of the pool says it can stage: what its volume and its limit leave. None: none says so."""
+    mine = (e for e in engines if e["pool"] == pool["metadata"]["name"] and e["answers"] and not e["gone"])
+    return min((int(e["stagingCapacityBytes"]) for e in mine), default=None)
+
+
+def staging(pipeline: Obj, pool: Obj, total_bytes: int | None, told: int | None = None) -> list[Check]:
+    """Whether the gate's memory volume holds what it must, within the gate's memory limit. ``told``: see capacity."""
     what = f"EnginePool {'/'.join(key_of(pool))}"
     gate, transport = pool["spec"].get("gate") or {}, pipeline["spec"].get("transport") or {}
     room = int(gate.get("stagingMiB") or 1024) * MIB
@@ -148,14 +154,18 @@ def staging(pipeline: Obj, pool: Obj, total_bytes: int | None) -> list[Check]:
     whole = transport.get("staging", "Full") == "Full" and "checkpoint" not in (pipeline["spec"].get("weights") or {})
     if transport.get("mode") == "Broadcast" or not whole or total_bytes is None:
         return found
-    if total_bytes > room:
+    if told is not None and total_bytes > told:
+        message = f"the weights have {total_bytes} bytes, a gate of it can stage {told}"
+        fix = "raise spec.gate.stagingMiB and the gate's memory limit, or set transport.staging: Bucket"
+        found.append(Check(Level.FAIL, what, message, fix))
+    elif told is None and total_bytes > room:
         need = -(-total_bytes // MIB)
         message = f"the weights have {size(total_bytes)}, spec.gate.stagingMiB holds {size(room)}"
         found.append(
             Check(Level.FAIL, what, message, f"set stagingMiB to {need} or more, or transport.staging: Bucket")
         )
-    elif not found:
-        found.append(Check(Level.OK, what, f"{size(total_bytes)} of weights fit into {size(room)} of staging"))
+    elif not found and told is not None:
+        found.append(Check(Level.OK, what, f"{size(total_bytes)} of weights fit into {size(told)} of staging"))
     return found
 
 

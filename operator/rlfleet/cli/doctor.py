@@ -141,14 +141,16 @@ def _pipeline(way: reach.Way, pipeline: Obj, pools: Sequence[Obj]) -> list[Check
     mine = [p for p in pools if p["metadata"]["namespace"] == namespace and p["spec"].get("pipeline") == name]
     found: list[Check] = []
     total = None
+    engines: Sequence[Obj] = ()
     try:
         seen = reach.look(way, namespace, name)["observed"]
         found += checks.live(f"{namespace}/{name}", seen)
         total = (seen["sender"] or {}).get("totalBytes") or None
+        engines = seen["engines"]
     except CliError as e:
         found.append(Check(Level.UNKNOWN, f"gates and sender of {namespace}/{name}", f"not looked at: {e}"))
     for pool in mine:
-        found += checks.staging(pipeline, pool, total)
+        found += checks.staging(pipeline, pool, total, checks.capacity(pool, engines))
     return found
 
 
