@@ -26,7 +26,7 @@ from rlfleet.api.progress import StreamProgress, aggregate
 from rlfleet.api.v1alpha1 import RLPipeline
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority, Grant
 from rlfleet.client import errors
-from rlfleet.client.api import DEMANDS, Conflict, Exists, Invalid
+from rlfleet.client.api import CALL_SECONDS, DEMANDS, Conflict, Exists, Invalid
 from rlfleet.client.reading import Reader
 from rlfleet.client.waiting import Progress, Wait, say_nothing
 
@@ -128,7 +128,8 @@ class Demanding(Reader):
         with self._writing:
             self._demand = None  # whoever waits for an answer must have asked the pipeline that is there now
         try:
-            self._write(lambda spec: _with_request(spec, cluster, request), timeout)
+            # At least one whole call: a short wait for GPUs is no reason to give the apiserver up.
+            self._write(lambda spec: _with_request(spec, cluster, request), max(timeout, CALL_SECONDS))
             pipeline = self._pipeline_until(wait, decided)
             found = seen(pipeline)
             if found is None or not found.granted:

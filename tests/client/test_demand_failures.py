@@ -1,4 +1,4 @@
-"""What becomes of demands for engines by rank when the shrink fails, at a small stand-in for the apiserver."""
+"""What becomes of demands when things go wrong on the way, at a small stand-in for the apiserver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rlfleet.api import labels
-from rlfleet.client import Client
+from rlfleet.client import Client, GrantTimeout
 from rlfleet.client.compat import ranks
 from rlfleet.client.compat.ranks import Ranks
 
@@ -31,6 +31,8 @@ class Apiserver:
     def __init__(self) -> None:
         self.demand: dict[str, Any] | None = None
         self.refused: set[str] = set()
+        self.answers = True
+        self.slow = 0.0
         sender = {"podSelector": {"matchLabels": {"app": "trainer"}}}
         self.pipeline = obj("RLPipeline", "demo", {"weights": {"sender": sender}}, {"grants": []})
         template = {"spec": {"containers": [{"name": "engine", "image": "x"}]}}
@@ -72,6 +74,7 @@ class Apiserver:
         return web.json_response(self.demand)
 
     async def _create(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.slow)
         return self._store(await request.json())
 
     async def _change(self, request: web.Request) -> web.Response:
@@ -86,7 +89,7 @@ class Apiserver:
         known = (self.demand or {"metadata": {"resourceVersion": "0"}})["metadata"]["resourceVersion"]
         self.demand = {**body, "metadata": {**body["metadata"], "resourceVersion": str(int(known) + 1)}}
         self.pipeline["status"]["grants"] = [
-            {**r, "granted": True, "reason": "Granted", "message": ""} for r in body["spec"]["requests"]
+            {**r, "granted": True, "reason": "Granted", "message": ""} for r in body["spec"]["requests"] if self.answers
         ]
         return web.json_response(self.demand)
 
@@ -140,6 +143,18 @@ async def test_a_rank_that_cannot_be_given_back_hides_no_error_and_keeps_no_othe
         await shrink(kubeconfig)
     assert apiserver.wants == ["resize-0"]
     assert "the devices of engine 0 could not be given back" in caplog.text
+
+
+async def test_a_short_wait_for_gpus_outlives_a_slow_write(apiserver: Apiserver, kubeconfig: Path) -> None:
+    apiserver.answers, apiserver.slow = False, 0.3
+
+    def ask() -> None:
+        with Client("ns", "demo", kubeconfig, pod_uid="pod-1") as client:
+            client.request_gpus(3, timeout=0.1)
+
+    with pytest.raises(GrantTimeout, match="no operator has answered"):
+        await asyncio.to_thread(ask)
+    assert apiserver.wants == []
 
 
 async def test_of_an_adopted_pool_all_pods_that_are_there_are_up(apiserver: Apiserver, kubeconfig: Path) -> None:
