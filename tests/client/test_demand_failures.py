@@ -26,12 +26,13 @@ def obj(kind: str, name: str, spec: dict[str, Any], status: dict[str, Any]) -> d
 
 
 class Apiserver:
-    """Grants every request at once; its pool goes on to show all engines awake."""
+    """Answers every request at once, unless told otherwise grants it; its pool goes on to show all engines awake."""
 
     def __init__(self) -> None:
         self.demand: dict[str, Any] | None = None
         self.refused: set[str] = set()
         self.answers = True
+        self.answer: dict[str, Any] = {"granted": True, "reason": "Granted", "message": ""}
         self.slow = 0.0
         sender = {"podSelector": {"matchLabels": {"app": "trainer"}}}
         self.pipeline = obj("RLPipeline", "demo", {"weights": {"sender": sender}}, {"grants": []})
@@ -89,7 +90,7 @@ class Apiserver:
         known = (self.demand or {"metadata": {"resourceVersion": "0"}})["metadata"]["resourceVersion"]
         self.demand = {**body, "metadata": {**body["metadata"], "resourceVersion": str(int(known) + 1)}}
         self.pipeline["status"]["grants"] = [
-            {**r, "granted": True, "reason": "Granted", "message": ""} for r in body["spec"]["requests"] if self.answers
+            {"devices": [], **r, **self.answer} for r in body["spec"]["requests"] if self.answers
         ]
         return web.json_response(self.demand)
 
@@ -143,6 +144,21 @@ async def test_a_rank_that_cannot_be_given_back_hides_no_error_and_keeps_no_othe
         await shrink(kubeconfig)
     assert apiserver.wants == ["resize-0"]
     assert "the devices of engine 0 could not be given back" in caplog.text
+
+
+async def test_what_is_not_granted_in_time_is_withdrawn_and_the_error_says_why(
+    apiserver: Apiserver, kubeconfig: Path
+) -> None:
+    apiserver.answer = {"granted": False, "reason": "ResidualMemoryHigh", "message": "n0/GPU-0 has 20.0 GiB in use"}
+
+    def ask() -> None:
+        with Client("ns", "demo", kubeconfig, pod_uid="pod-1") as client:
+            client.request_gpus(3, timeout=0.5)
+
+    with pytest.raises(GrantTimeout, match=r"n0/GPU-0 has 20\.0 GiB in use.*withdrawn") as refused:
+        await asyncio.to_thread(ask)
+    assert refused.value.reason == "ResidualMemoryHigh"
+    assert apiserver.wants == []
 
 
 async def test_a_short_wait_for_gpus_outlives_a_slow_write(apiserver: Apiserver, kubeconfig: Path) -> None:
