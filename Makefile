@@ -95,4 +95,4 @@ bench: $(STAMP) ## benchmarks, as ratios against a baseline of the same run
 	@for b in bench/*_leg.py bench/takeover.py; do echo "== $$b"; $(BIN)/python "$$b"; done
 
 clean: ## remove .venv and caches of tools (not the built Kubernetes programs)
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site
