@@ -151,6 +151,8 @@ class Fleet:
                 self.departing[pod_uid] = why
         said = self.departing.get(pod_uid)
         before = self.ctx.pods.before_deletion(pod_uid)
+        if before is None and seen is not None and "deletionTimestamp" not in seen["metadata"]:
+            before = seen  # the view lags behind what was read live
         if not said and before is not None and pod_fact(before, owner_uid="").finished:
             return None
         return said
