@@ -5,14 +5,12 @@ Invariant: the output depends on the code only, so a difference always means tha
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlfleet.api import openapi
+from rlfleet.api import generated, openapi
 from rlfleet.app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,26 +58,8 @@ def _text(document: object) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: everything is written or equal; 1: --check finds a difference."""
-    parser = argparse.ArgumentParser(prog="python -m e2e.reference", description="Reference made from code.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help="write the files")
-    what.add_argument("--check", action="store_true", help="fail if a file differs from what would be written")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where the files lie (default: this checkout)")
-    chosen = parser.parse_args(arguments)
-    stale = []
-    for path, text in files().items():
-        target: Path = chosen.root / path
-        if target.is_file() and target.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(path)
-        if chosen.write:
-            target.write_text(text, encoding="utf-8")
-    for path in stale:
-        print(f"{'wrote' if chosen.write else 'differs from the code'}: {path}")
-    if stale and chosen.check:
-        print("run `make generate` and commit the result", file=sys.stderr)
-        return 1
-    return 0
+    chosen = generated.arguments("python -m e2e.reference", "Reference made from code.", arguments, root=ROOT)
+    return generated.write_or_check(files(), chosen, "the code")
 
 
 if __name__ == "__main__":

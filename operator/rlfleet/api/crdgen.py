@@ -6,7 +6,6 @@ Invariant: the output depends on the models only, so a difference always means t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from rlfleet.api import labels, naming, reference
+from rlfleet.api import generated, labels, naming, reference
 from rlfleet.api.schema import structural_schema
 from rlfleet.api.v1alpha1 import (
     EnginePool,
@@ -273,29 +272,10 @@ def files() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 0 when everything is written or equal, 1 when --check finds a difference."""
-    parser = argparse.ArgumentParser(
-        prog="rlfleet crds", description="Generate CRDs and reference pages from the models."
+    chosen = generated.arguments(
+        "rlfleet crds", "Generate CRDs and reference pages from the models.", argv, root=Path()
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help="write the files")
-    what.add_argument("--check", action="store_true", help="fail if a file differs from what would be written")
-    parser.add_argument("--root", type=Path, default=Path(), help="the repository's root (default: here)")
-    args = parser.parse_args(argv)
-    stale = []
-    for path, text in files().items():
-        target: Path = args.root / path
-        if target.is_file() and target.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(path)
-        if args.write:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
-    for path in stale:
-        print(f"{'wrote' if args.write else 'differs from the models'}: {path}")
-    if stale and args.check:
-        print("run `make generate` and commit the result", file=sys.stderr)
-        return 1
-    return 0
+    return generated.write_or_check(files(), chosen, "the models")
 
 
 if __name__ == "__main__":
