@@ -57,12 +57,12 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     node = RealNode(options.state, _say, install=wants_install())
     if options.command == "up":
+        builder = Builder(_say, install=wants_install())  # it names what is missing, before anything runs
         try:
             node.up()
         except BaseException:
             node.down()
             raise
-        builder = Builder(_say, install=wants_install())
         for target in builder.built():
             builder.load(node, name_of(target))
         for line in kubectl_hint(node):

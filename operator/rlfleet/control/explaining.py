@@ -30,6 +30,7 @@ from rlfleet.control.rounds.sender_link import SenderLink
 from rlfleet.control.sorting import triage_now
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.resources import ENGINEPOOLS, RLPIPELINES, SYNCROUNDS
+from rlfleet.plan.deletion import belongs
 from rlfleet.plan.elastic import wanted_pods
 from rlfleet.plan.explain import Explanation, explain
 from rlfleet.plan.quiesce import wanted_mode
@@ -100,7 +101,8 @@ async def look(ctx: Context, namespace: str, name: str) -> Look:
     await asyncio.gather(sender.find(ledger.spec), fleet.read_pods())
     await fleet.poll()
     clocks = await fan_out(fleet.heard(), lambda n: _ahead(quiet, fleet.peers[n]))
-    rounds = [r for r in listed.items if r["spec"]["pipeline"] == name and not is_terminal(r)]
+    mine = [r for r in listed.items if r["spec"]["pipeline"] == name and belongs(r, pipeline=ledger.uid)]
+    rounds = [r for r in mine if not is_terminal(r)]
     expected = sum(wanted_pods(p) for p in pools.items if p["spec"]["pipeline"] == name)
     told = {n: ms for n, ms in clocks.items() if isinstance(ms, int)}
     return Look(ledger, sender, fleet, rounds, expected, told)
