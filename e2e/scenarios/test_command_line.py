@@ -57,6 +57,14 @@ def states(fleet: Fleet) -> list[str]:
     return [str(e["state"]) for e in sorted(rows, key=lambda e: str(e["name"]))]
 
 
+def heard(fleet: Fleet, version: int) -> None:
+    """Wait until the operator knows that the sender holds this version."""
+    wait_until(
+        lambda: fleet.status("rlpipeline", "p")["cacheReady"]["version"] == version,
+        f"the operator to hear of version {version}",
+    )
+
+
 def viewer(fleet: Fleet, name: str, *rules: dict[str, Any]) -> str:
     """A token of a service account that may do what the rules say in the fleet's namespace."""
     meta = {"name": name, "namespace": fleet.namespace}
@@ -84,6 +92,8 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     shown = shell.document("status")["pipelines"][0]["pools"][0]["engines"]
     assert [(e["name"], e["state"], e["version"]) for e in shown] == [(p, "Active", -1) for p in pods]
     fleet.publish(1)
+    # Without --version a dry run is for the newest version that the operator has heard of.
+    heard(fleet, 1)
 
     # What a sync would do, by the operator's own planner, for whoever may read what it tells.
     page = f"http://127.0.0.1:{operator.web}"
@@ -157,10 +167,7 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     wait_until(lambda: states(fleet) == ["Quarantined", "Active"], "the quarantine to be shown")
     assert "QuarantineRequested: its GPU is suspect" in shell("status")
     fleet.publish(2)
-    # Without --version it is the newest that the operator has heard of.
-    wait_until(
-        lambda: fleet.status("rlpipeline", "p")["cacheReady"]["version"] == 2, "the operator to hear of version 2"
-    )
+    heard(fleet, 2)
     assert "v2 is served" in shell("sync", "p")
     round_ = shell.document("rounds", "p", "--limit", "1")["rounds"][0]
     assert [m["engine"] for m in shell.document("round", "show", round_["name"])["members"]] == [pods[1]]
