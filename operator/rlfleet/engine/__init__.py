@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
 from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, EngineAdapter, Facts, View
 from rlfleet.engine.sglang import SGLangAdapter
 
 __all__ = [
+    "ADAPTERS",
     "Bucket",
     "CallError",
     "Capability",
@@ -22,8 +26,16 @@ __all__ = [
 ]
 
 
+#: Adapters by engine type, as EnginePool.spec.engine.type and the gate's RLFLEET_ENGINE_TYPE spell it. Each takes the
+#: engine's URL, the users' key and the key of its control paths (None where the engine was given none).
+ADAPTERS: Final[Mapping[str, Callable[[str, str | None, str | None], EngineAdapter]]] = {
+    "SGLang": lambda url, api_key, admin_key: SGLangAdapter(url, api_key=api_key, admin_key=admin_key),
+}
+
+
 def make_adapter(kind: str, url: str, *, api_key: str | None, admin_key: str | None) -> EngineAdapter:
-    """The adapter for an engine type as EnginePool.spec.engine.type spells it; ValueError for one we do not know."""
-    if kind == "SGLang":
-        return SGLangAdapter(url, api_key=api_key, admin_key=admin_key)
-    raise ValueError(f"engine type {kind!r} is not known (known: SGLang)")
+    """The adapter for an engine type of ADAPTERS; ValueError for one that we do not know."""
+    make = ADAPTERS.get(kind)
+    if make is None:
+        raise ValueError(f"engine type {kind!r} is not known (known: {', '.join(sorted(ADAPTERS))})")
+    return make(url, api_key, admin_key)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlfleet.api.tokens import PublicKeys, TokenError
 from rlfleet.api.wire import DEFAULT_GATE_PORT
+from rlfleet.engine import ADAPTERS
 
 #: Memory that the process itself needs beside staged bytes; they share the container's limit.
 RESERVE_BYTES = 128 * 2**20
@@ -70,8 +71,8 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
     except ValueError as e:
         raise ConfigError(f"RLFLEET_POD_IP={pod_ip!r} is not an IP address") from e
     engine_type = env.get("RLFLEET_ENGINE_TYPE") or "SGLang"
-    if engine_type != "SGLang":
-        raise ConfigError(f"RLFLEET_ENGINE_TYPE={engine_type!r} is not known; set SGLang")
+    if engine_type not in ADAPTERS:
+        raise ConfigError(f"RLFLEET_ENGINE_TYPE={engine_type!r} is not known; set one of {', '.join(sorted(ADAPTERS))}")
     engine_url = _required(env, "RLFLEET_ENGINE_URL")
     if not engine_url.startswith(("http://", "https://")):
         raise ConfigError(f"RLFLEET_ENGINE_URL={engine_url!r} is not an http(s) URL")
