@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
 
-.PHONY: help venv demo test fault soak cluster cluster-down node node-down image e2e-node generate verify docs lock bench clean
+.PHONY: help venv demo test engines test-engines fault soak cluster cluster-down node node-down image e2e-node generate verify docs lock bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,12 @@ demo: $(STAMP) ## the main job, end to end: cluster, operator, engines, a traine
 
 test: $(STAMP) ## all tests that need no root, WORKERS=2 files at a time, each worker with a cluster of its own
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+engines: $(STAMP) ## install real SGLang and vLLM for CPUs into the cache folder (e2e/engines/*.lock; 6 GB each, linked to uv's cache)
+	@$(BIN)/python -m e2e.engines install
+
+test-engines: engines ## all tests with real SGLang and vLLM engines, in a network namespace of their own (needs root; ARGS="-k ...")
+	@$(BIN)/python -m e2e.engines test $(ARGS)
 
 fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model, slow scenarios (hours; SHARD=1/3, STANDS=n, SECONDS=n per sweep, ARGS="-k ...", POINTS=n, POINT=text, REPEAT=n)
 	@RLFLEET_FAULT_REPORT=.fault/report$(if $(SHARD),-$(subst /,of,$(SHARD))).json RLFLEET_FAULT_SHARD=$(SHARD) \
@@ -86,10 +92,12 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 docs: $(STAMP) ## the documentation as a site, in site/; a warning is an error (seconds)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
-lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock
+lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock, and those of the real engines into e2e/engines/*.lock
 	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	  --extra dev pyproject.toml -o requirements.lock
+	@for e in sglang vllm; do (cd e2e/engines && $(CURDIR)/$(BIN)/uv pip compile --quiet --python-platform x86_64-manylinux_2_34 --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-header --override $$e.overrides $$e.in -o $$e.lock); done
 
 bench: $(STAMP) ## benchmarks, as ratios against a baseline of the same run
 	@for b in bench/*_leg.py bench/takeover.py; do echo "== $$b"; $(BIN)/python "$$b"; done
