@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlfleet.plan import template
+from rlfleet.plan import presets, template
 from rlfleet.plan.blocks import Slot
 from rlfleet.plan.dra import engine_uses
 from rlfleet.plan.pods import build_pod
@@ -66,11 +66,11 @@ def test_an_engine_that_asks_for_a_key_shares_it_with_its_gate_alone() -> None:
     assert (
         env(engine(pod))["RLFLEET_ENGINE_ADMIN_KEY"] == env(gate(pod))["RLFLEET_ENGINE_ADMIN_KEY"] == "key-of-this-pod"
     )
-    assert template.wants_admin_key(pool(pod_spec=asking))
+    assert presets.wants_admin_key(pool(pod_spec=asking))
     by_env = {"containers": [{"name": "engine", "env": [{"name": "K", "value": "$(RLFLEET_ENGINE_ADMIN_KEY)"}]}]}
-    assert template.wants_admin_key(pool(pod_spec=by_env))
+    assert presets.wants_admin_key(pool(pod_spec=by_env))
     # An engine that would not take it gets none: its gate would otherwise present a key that is not the engine's.
-    assert not template.wants_admin_key(pool())
+    assert not presets.wants_admin_key(pool())
     plain = build_pod(pool(), 0, "a-0-00000", public_keys=KEYS, admin_key="key-of-this-pod")
     assert "key-of-this-pod" not in json.dumps(plain)
 

@@ -31,7 +31,7 @@ from rlfleet.kube.client import Obj
 from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
-from rlfleet.plan import template
+from rlfleet.plan import presets, template
 from rlfleet.plan.adopt import adopts, selector_of
 from rlfleet.plan.blocks import slots_of
 from rlfleet.plan.deletion import is_deleting
@@ -130,6 +130,7 @@ class PoolReconciler:
         try:
             if valid:
                 template.validate(pool)
+                presets.validate(pool)
         except template.InvalidPool as e:
             valid = False
             problems.insert(0, Problem(Reason.INVALID_SPEC, str(e), stops=True))
@@ -271,7 +272,7 @@ class PoolReconciler:
             rolling=is_rolling(pool),
             awake=sleep.awake,
             elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
-            admin_key=valid and template.wants_admin_key(pool),
+            admin_key=valid and presets.wants_admin_key(pool),
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))

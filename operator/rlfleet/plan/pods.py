@@ -15,11 +15,16 @@ from typing import Any, Final
 from rlfleet.api import labels, naming
 from rlfleet.plan.blocks import Slot
 from rlfleet.plan.placing import place_pod
+from rlfleet.plan.presets import PRESETS, command_line, fills, has_plugin, wants_admin_key
+from rlfleet.plan.presets import validate as validate_engine
 from rlfleet.plan.template import (
     ADMIN_KEY_ENV,
+    API_KEY_ENV,
     ENGINE,
     GATE,
     GPU_RESOURCE,
+    PLUGIN_DIR,
+    PLUGIN_VOLUME,
     STAGING_DIR,
     STAGING_VOLUME,
     STARTED_PATH,
@@ -46,7 +51,6 @@ from rlfleet.plan.template import (
     template_hash,
     template_of,
     validate,
-    wants_admin_key,
 )
 
 Obj = dict[str, Any]
@@ -63,6 +67,9 @@ KEEP_NODE: Final = {
     "karpenter.sh/do-not-disrupt": "true",
 }
 GATE_COMMAND: Final = ("python", "-m", "rlfleet.gate")
+PLUGIN_COMMAND: Final = ("python", "-m", "rlfleet_vllm", "install")
+#: Tells a gate to drive an engine of a version that it does not know.
+UNKNOWN_VERSION_ENV: Final = "RLFLEET_ENGINE_ALLOW_UNKNOWN_VERSION"
 #: What a namespace that enforces the restricted Pod Security Standard asks of every container; the gate needs no more.
 _GATE_SECURITY: Final[Mapping[str, Any]] = {
     "allowPrivilegeEscalation": False,
@@ -94,6 +101,7 @@ def build_pod(
     where the template refers to it.
     """
     validate(pool)
+    validate_engine(pool)
     meta = pool["metadata"]
     assignment = None
     if is_pinned(pool):
@@ -110,12 +118,16 @@ def build_pod(
     identity = _identity(pool, index)
     if admin_key and wants_admin_key(pool):
         identity.append(_value(ADMIN_KEY_ENV, admin_key))
+    secret = engine_of(pool).get("apiKeySecretRef")
+    if secret:
+        identity.append({"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": dict(secret)}})
     for container in spec["containers"]:
         if container["name"] == ENGINE:
             _engine_container(pool, container, identity, assignment)
     staging = staging_mib(pool)
     spec["initContainers"] = [
         *(spec.get("initContainers") or []),
+        *([_plugin_container(pool)] if has_plugin(pool) else []),
         # Last: its promise (our address is in no router) is then as fresh as can be when the engine starts.
         _gate_container(pool, identity, assignment, staging, public_keys, tls=bool(tls_secret)),
     ]
@@ -124,6 +136,7 @@ def build_pod(
         {"name": STATE_VOLUME, "emptyDir": {}},
         {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
         *([{"name": TLS_VOLUME, "secret": {"secretName": tls_secret}}] if tls_secret else []),
+        *([{"name": PLUGIN_VOLUME, "emptyDir": {}}] if has_plugin(pool) else []),
     ]
     if by_readiness(pool):
         spec["readinessGates"] = [*(spec.get("readinessGates") or []), {"conditionType": labels.WEIGHTS_CURRENT}]
@@ -184,12 +197,25 @@ def _engine_container(
     pool: Mapping[str, Any], container: Obj, identity: list[Obj], assignment: Assignment | None
 ) -> None:
     devices = [_value(VISIBLE_DEVICES, ",".join(assignment.devices))] if assignment is not None else []
+    preset, plugin = PRESETS[engine_of(pool)["type"]], has_plugin(pool)
+    if fills(pool):
+        container["command"], container["args"] = command_line(pool)
+    given = [*(container.get("env") or [])]
+    usual = {**preset.needs, **preset.usual}
     # Ours first, so that the user's variables and arguments may refer to them.
-    container["env"] = [*copy.deepcopy(identity), *devices, *(container.get("env") or [])]
+    container["env"] = [
+        *copy.deepcopy(identity),
+        *devices,
+        *(_value(name, text) for name, text in usual.items() if not any(e.get("name") == name for e in given)),
+        *(_with_plugin(given) if plugin else given),
+    ]
     container["volumeMounts"] = [
         *(container.get("volumeMounts") or []),
         {"name": STAGING_VOLUME, "mountPath": STAGING_DIR, "readOnly": True},
+        *([{"name": PLUGIN_VOLUME, "mountPath": PLUGIN_DIR, "readOnly": True}] if plugin else []),
     ]
+    if plugin or fills(pool):
+        container.setdefault("livenessProbe", _liveness(preset.probe, engine_port(pool)))
     container.setdefault(
         "startupProbe",
         {
@@ -203,6 +229,33 @@ def _engine_container(
         resources = container["resources"] = dict(container.get("resources") or {})
         for part in ("requests", "limits"):
             resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_per_engine(pool))}
+
+
+def _with_plugin(given: list[Obj]) -> list[Obj]:
+    """The user's variables, with the plug-in's folder in front of what Python looks through."""
+    if not any(e.get("name") == "PYTHONPATH" for e in given):
+        return [_value("PYTHONPATH", PLUGIN_DIR), *given]
+    return [
+        {**e, "value": f"{PLUGIN_DIR}:{e.get('value', '')}".rstrip(":")} if e.get("name") == "PYTHONPATH" else e
+        for e in given
+    ]
+
+
+def _liveness(probe: Obj, port: int) -> Obj:
+    kind, how = next(iter(probe.items()))
+    return {kind: {**how, "port": port}, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
+
+
+def _plugin_container(pool: Mapping[str, Any]) -> Obj:
+    gate = pool["spec"]["gate"]
+    return {
+        "name": PLUGIN_VOLUME,
+        "image": gate["image"],
+        **({"imagePullPolicy": gate["imagePullPolicy"]} if gate.get("imagePullPolicy") else {}),
+        "command": [*PLUGIN_COMMAND, PLUGIN_DIR],
+        "securityContext": copy.deepcopy(_GATE_SECURITY),
+        "volumeMounts": [{"name": PLUGIN_VOLUME, "mountPath": PLUGIN_DIR}],
+    }
 
 
 def _gate_container(
@@ -244,6 +297,8 @@ def _gate_container(
         env += [_value(name, ",".join(assignment.devices)) for name in ("RLFLEET_DEVICES", VISIBLE_DEVICES)]
     if tls:
         env.append(_value(TLS_DIR_ENV, TLS_DIR))
+    if engine_of(pool).get("allowUnknownVersion"):
+        env.append(_value(UNKNOWN_VERSION_ENV, "true"))
     if by_readiness(pool):
         env.append(_value(READY_WHEN_PROVEN_ENV, "true"))
     checkpoints = checkpoint_mounts(pool)

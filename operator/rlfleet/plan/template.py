@@ -22,9 +22,12 @@ GATE: Final = "gate"
 STATE_VOLUME: Final = "rlfleet-state"
 STAGING_VOLUME: Final = "rlfleet-staging"
 TLS_VOLUME: Final = "rlfleet-tls"
+#: Package rlfleet_vllm, brought beside a vLLM engine by an init container of the same name.
+PLUGIN_VOLUME: Final = "rlfleet-vllm"
 STATE_DIR: Final = "/var/lib/rlfleet/state"
 STAGING_DIR: Final = "/var/lib/rlfleet/staging"
 TLS_DIR: Final = "/var/run/rlfleet/tls"
+PLUGIN_DIR: Final = "/var/lib/rlfleet/vllm"
 #: How a pod of a Claims pool calls its ResourceClaim.
 DEVICE_CLAIM: Final = "rlfleet-devices"
 GPU_RESOURCE: Final = "nvidia.com/gpu"
@@ -32,7 +35,7 @@ VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 DEFAULT_ENGINE_PORT: Final = 30000
 DEFAULT_STAGING_MIB: Final = 1024
 #: Where an engine says that its process is up and its model is loaded, by engine type.
-STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info"}
+STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info", "VLLM": "/health"}
 
 #: The type of a router in spec.routers that is no program: the readiness of the engine's pod.
 READINESS: Final = "Readiness"
@@ -41,9 +44,12 @@ TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 #: The key of one pod's engine for its control paths, for the engine's own arguments to refer to: SGLang takes
 #: ``--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)``.
 ADMIN_KEY_ENV: Final = "RLFLEET_ENGINE_ADMIN_KEY"
+#: The key that users of the engine present, from spec.engine.apiKeySecretRef.
+API_KEY_ENV: Final = "RLFLEET_ENGINE_API_KEY"
 
 _RESERVED_PREFIX = "RLFLEET_"
-_VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME)
+_VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME, PLUGIN_VOLUME)
+_INIT_CONTAINERS = (GATE, PLUGIN_VOLUME)
 
 
 class InvalidPool(Exception):
@@ -168,8 +174,9 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
     if len(engines) != 1:
         names = ", ".join(c["name"] for c in containers) or "none"
         raise InvalidPool(f"{where}.containers needs exactly one container named {ENGINE!r} (found: {names})")
-    if any(c["name"] == GATE for c in [*containers, *inits]):
-        raise InvalidPool(f"{where}: the container name {GATE!r} is the operator's")
+    for container in [*containers, *inits]:
+        if container["name"] in _INIT_CONTAINERS:
+            raise InvalidPool(f"{where}: the container name {container['name']!r} is the operator's")
     if any(c.get("name") == DEVICE_CLAIM for c in _named(spec, "resourceClaims", where)):
         raise InvalidPool(f"{where}.resourceClaims: the name {DEVICE_CLAIM!r} is the operator's")
     for i, volume in enumerate(spec.get("volumes") or []):
@@ -191,7 +198,7 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
             if mount.get("name") in _VOLUMES:
                 raise InvalidPool(f"{at}: volumeMounts of {mount['name']!r} are the operator's")
             path = str(mount.get("mountPath") or "").rstrip("/") + "/"
-            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/", f"{TLS_DIR}/")):
+            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/", f"{TLS_DIR}/", f"{PLUGIN_DIR}/")):
                 raise InvalidPool(f"{at}: mountPath {path!r} is the operator's")
         for env in container.get("env") or []:
             key = str(env.get("name") or "")
@@ -211,17 +218,6 @@ def gate_variable(pod: Mapping[str, Any], name: str) -> str | None:
     gate: Mapping[str, Any] = next((c for c in containers if c.get("name") == GATE), {})
     found: Mapping[str, Any] = next((e for e in gate.get("env") or [] if e.get("name") == name), {})
     return found.get("value") or None
-
-
-def wants_admin_key(pool: Mapping[str, Any]) -> bool:
-    """The engine's arguments or variables refer to a key of the pod's own, which its gate is then told too."""
-    (engine,) = (c for c in template_of(pool)["spec"]["containers"] if c["name"] == ENGINE)
-    values = [str(e.get("value") or "") for e in engine.get("env") or []]
-    return any(f"$({ADMIN_KEY_ENV})" in text for text in [*_words(engine), *values])
-
-
-def _words(container: Mapping[str, Any]) -> list[str]:
-    return [str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
 def _named(spec: Mapping[str, Any], field: str, where: str) -> list[Mapping[str, Any]]:
@@ -258,6 +254,8 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
             "port": engine_port(pool),
             "gpusPerEngine": gpus_per_engine(pool),
             "model": engine.get("model"),
+            # Left out where they are not set, so that pods from before these fields existed keep their hash.
+            **{key: engine[key] for key in ("args", "apiKeySecretRef", "allowUnknownVersion") if engine.get(key)},
         },
         "template": {
             "labels": (template_of(pool).get("metadata") or {}).get("labels") or {},

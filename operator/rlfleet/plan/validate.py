@@ -7,14 +7,14 @@ Invariants:
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Final
 
 from rlfleet.api.conditions import Reason
+from rlfleet.plan import command_line
 from rlfleet.plan.blocks import blocks_of, slots_of
+from rlfleet.plan.presets import engine_words
 from rlfleet.plan.template import (
     ENGINE,
     GPU_RESOURCE,
@@ -190,35 +190,13 @@ _ENGINE_ARGUMENTS: Final[Sequence[tuple[tuple[str, ...], tuple[str, ...], Reason
 def _whole_engines(pools: Sequence[Obj]) -> Iterable[Violation]:
     """One pod is one engine that is updated as a whole."""
     for pool in pools:
-        words = _words(_engine(pool))
+        words = engine_words(pool)
         for names, harmless, reason, advice in _ENGINE_ARGUMENTS:
-            value = _argument(words, names)
+            value = command_line.value(words, names)
             if value is not None and value not in harmless:
                 yield Violation(
                     reason, f"the engine of pool {_name(pool)} runs with {names[0]} {value}; {advice}", _named([pool])
                 )
-
-
-def _words(container: Obj) -> list[str]:
-    words = [str(w) for w in [*(container.get("command") or []), *(container.get("args") or [])]]
-    return [part for word in words for part in _split(word)]
-
-
-def _split(word: str) -> list[str]:
-    """`sh -c "..."`: there the arguments lie in one word. What no shell could read is left as it is."""
-    try:
-        return shlex.split(word) if " " in word else [word]
-    except ValueError:
-        return [word]
-
-
-def _argument(words: Sequence[str], names: Sequence[str]) -> str | None:
-    found = None
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        name, _, value = word.partition("=")
-        if name in names:
-            found = value or following
-    return found
 
 
 def _staging(pools: Sequence[Obj]) -> Iterable[Violation]:

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from rlfleet.api.v1alpha1.common import (
+    ATOMIC,
     UNIQUE,
     KubernetesObject,
     LabelSelector,
@@ -36,6 +37,7 @@ class EngineType(StrEnum):
     """Inference servers that a gate can drive."""
 
     SGLANG = "SGLang"
+    VLLM = "VLLM"
 
 
 class PlacementMode(StrEnum):
@@ -51,6 +53,17 @@ class Shrink(StrEnum):
 
     OFFLOAD = "Offload"
     DELETE = "Delete"
+
+
+class SecretKey(Spec):
+    """One key of a Secret in the pool's namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")] = Field(
+        description="Name of the Secret."
+    )
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
+        description="Key within the Secret."
+    )
 
 
 class EngineSpec(Spec):
@@ -74,7 +87,25 @@ class EngineSpec(Spec):
     )
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,
-        description="Model name or path, given to the engine container as environment variable RLFLEET_MODEL.",
+        description="Model name or path, given to the engine container as environment variable RLFLEET_MODEL. With it, "
+        "an engine container without command and args gets the command line of its type.",
+    )
+    args: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Arguments after those of the engine type's own command line; not beside command or args of the "
+        "template's engine container.",
+        json_schema_extra=ATOMIC,
+    )
+    api_key_secret_ref: SecretKey | None = Field(
+        default=None,
+        description="The key that users of the engine present (Authorization: Bearer). Engine and gate get it as "
+        "variable RLFLEET_ENGINE_API_KEY; the type's own command line demands it. Absent: none is demanded.",
+    )
+    allow_unknown_version: bool = Field(
+        default=False,
+        description="Whether gates drive an engine of a version that they do not know. False: they refuse it and name "
+        "those that they know.",
     )
 
 

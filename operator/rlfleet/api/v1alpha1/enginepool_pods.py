@@ -195,6 +195,20 @@ POD_RULES = (
         )
         for name in ("image", "imagePullPolicy", "resources", "checkpointVolume")
     ),
+    *(
+        rule(
+            f"!has(self.source.adopt) || {absent}",
+            f"engine.{name} is not for source.adopt: command line and variables stand in the template of "
+            "whoever makes the pods",
+            at=f".engine.{name}",
+            reason="FieldValueForbidden",
+        )
+        for name, absent in (
+            ("args", "!has(self.engine.args)"),
+            ("apiKeySecretRef", "!has(self.engine.apiKeySecretRef)"),
+            ("allowUnknownVersion", "!self.engine.allowUnknownVersion"),
+        )
+    ),
     rule(
         "!has(self.source.adopt) || self.replicas == 1",
         "replicas is not for source.adopt: whoever makes the pods scales them; leave it out",
