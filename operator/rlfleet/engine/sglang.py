@@ -21,24 +21,17 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
+from rlfleet.engine.common import POLL_MIN, PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls
 
-#: Seconds for a call that the engine's front end answers by itself.
-QUICK = 2.0
 #: Seconds that a pause may take beyond draining: mode abort repeats its aborts each second until nothing runs.
 PAUSE_SECONDS = 20.0
 #: Seconds that the engine may take to admit requests after a resume; its own health check takes at least one.
 RESUME_SECONDS = 30.0
-#: Bounds of the pause between two polls or two tries of a flush.
-POLL_MIN, POLL_MAX = 0.01, 0.5
-
-#: Ids that every vocabulary has.
-PROBE_PROMPT = [1, 2, 3, 5, 8, 13, 21]
 
 _SESSION = "/begin_weight_update"
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -63,8 +56,8 @@ class SGLangAdapter:
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
         self._http = JsonClient(url)
-        self._user = _bearer(api_key)
-        self._admin = _bearer(admin_key or api_key)
+        self._user = bearer(api_key)
+        self._admin = bearer(admin_key or api_key)
         self._sessions: bool | None = None
 
     async def close(self) -> None:
@@ -84,7 +77,7 @@ class SGLangAdapter:
         self._sessions = exists[-2]
         if exists[-1] and info.get("enable_memory_saver") is True:
             capabilities.add(Capability.OFFLOAD)
-        if _int(info.get("dp_size")) not in (None, 1):
+        if as_int(info.get("dp_size")) not in (None, 1):
             # The engine itself refuses a broadcast group over data-parallel replicas.
             capabilities.discard(Capability.BROADCAST)
         if Capability.LABEL not in capabilities:
@@ -95,7 +88,7 @@ class SGLangAdapter:
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return Facts(
             version=version,
-            world_size=(_int(info.get("tp_size")) or 1) * (_int(info.get("pp_size")) or 1),
+            world_size=(as_int(info.get("tp_size")) or 1) * (as_int(info.get("pp_size")) or 1),
             layout=hashlib.sha256(text.encode()).hexdigest()[:16],
             model=str(info.get("served_model_name") or info.get("model_path") or ""),
             capabilities=frozenset(capabilities),
@@ -119,8 +112,8 @@ class SGLangAdapter:
         return View(
             reachable=True,
             admitting=None if ready is None or ready.status not in (200, 503) else ready.status == 200,
-            label=_text(model.get("weight_version")),
-            model=_text(model.get("served_model_name")) or _text(model.get("model_path")),
+            label=as_text(model.get("weight_version")),
+            model=as_text(model.get("served_model_name")) or as_text(model.get("model_path")),
             running=running,
             waiting=waiting,
         )
@@ -155,7 +148,7 @@ class SGLangAdapter:
         wire_mode = "abort" if mode is PauseMode.ABORT else "retract"
         deadline = time.monotonic() + seconds
         await self._control("/pause_generation", {"mode": wire_mode}, seconds)
-        async for _ in _polls(deadline):
+        async for _ in polls(deadline):
             view = await self.view(QUICK)
             # Aborts end after their call returned, and an aborting scheduler still runs: what waits there would start.
             idle = view.running == 0 and (mode is not PauseMode.ABORT or view.waiting == 0)
@@ -165,7 +158,7 @@ class SGLangAdapter:
 
     async def _drain(self, seconds: float) -> None:
         """Wait until nothing runs or waits, at most ``seconds``; what is left is retracted by the pause."""
-        async for _ in _polls(time.monotonic() + seconds):
+        async for _ in polls(time.monotonic() + seconds):
             view = await self.view(QUICK)
             if view.running == 0 and view.waiting == 0:
                 return
@@ -179,7 +172,7 @@ class SGLangAdapter:
     async def heal_readiness(self, seconds: float) -> bool:
         """Whether ``/ready`` is 200, running the engine's own health check where it is not: only that corrects it."""
         deadline = time.monotonic() + seconds
-        async for left in _polls(deadline):
+        async for left in polls(deadline):
             ready = await self._quiet("/ready", QUICK)
             if ready is not None and ready.status == 200:
                 return True
@@ -258,7 +251,7 @@ class SGLangAdapter:
     async def flush(self, seconds: float) -> None:
         """Flush, backing off while the engine says 400: aborts and retractions end after their call returned."""
         refused: Refused | None = None
-        async for left in _polls(time.monotonic() + seconds):
+        async for left in polls(time.monotonic() + seconds):
             try:
                 await self._control("/flush_cache", {}, min(left, QUICK * 5))
                 return
@@ -286,7 +279,7 @@ class SGLangAdapter:
         body = {"new_version": label, "abort_all_requests": False}
         await self._control("/update_weight_version", body, seconds)
         info = await self._get("/model_info", "/get_model_info", seconds)
-        return _text(info.get("weight_version")) or ""
+        return as_text(info.get("weight_version")) or ""
 
     async def probe(self, seconds: float) -> Token:
         """One request like any other. An aborted one answers 200 too, with its tokens so far."""
@@ -298,10 +291,10 @@ class SGLangAdapter:
         end = meta.get("finish_reason")
         if isinstance(end, dict) and end.get("type") == "abort":
             raise Refused("POST /generate", 200, "the probe was aborted")
-        token = _int(tokens[0]) if isinstance(tokens, list) and len(tokens) == 1 else None
+        token = as_int(tokens[0]) if isinstance(tokens, list) and len(tokens) == 1 else None
         if token is None:
             raise Refused("POST /generate", 200, f"not one token: {explain(answer)}")
-        return Token(token, _text(meta.get("weight_version")))
+        return Token(token, as_text(meta.get("weight_version")))
 
     async def idle(self, seconds: float, *, memory_here: bool) -> bool:
         """A checksum passes the scheduler behind everything asked before it: its answer proves that all is done.
@@ -332,27 +325,6 @@ class SGLangAdapter:
         return answer
 
 
-async def _polls(deadline: float) -> AsyncIterator[float]:
-    """Yield the seconds left, first at once, then with growing pauses, until the deadline."""
-    pause = POLL_MIN
-    while (left := deadline - time.monotonic()) > 0:
-        yield left
-        await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
-        pause = min(pause * 2, POLL_MAX)
-
-
-def _bearer(key: str | None) -> dict[str, str] | None:
-    return {"Authorization": f"Bearer {key}"} if key else None
-
-
-def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _text(value: Any) -> str | None:
-    return value[:512] if isinstance(value, str) and value else None
-
-
 def _counts(answer: Answer | None) -> tuple[int | None, int | None]:
     """Running and waiting requests over all replicas; None where the answer does not say."""
     if answer is None or answer.status != 200 or not isinstance(answer.body, dict):
@@ -360,8 +332,8 @@ def _counts(answer: Answer | None) -> tuple[int | None, int | None]:
     loads = answer.body.get("loads")
     if not isinstance(loads, list) or not loads or not all(isinstance(load, dict) for load in loads):
         return None, None
-    running = [_int(load.get("num_running_reqs")) for load in loads]
-    waiting = [_int(load.get("num_waiting_reqs")) for load in loads]
+    running = [as_int(load.get("num_running_reqs")) for load in loads]
+    waiting = [as_int(load.get("num_waiting_reqs")) for load in loads]
     return _sum(running), _sum(waiting)
 
 
