@@ -16,9 +16,13 @@ from e2e.cluster.local import LocalCluster
 
 Obj = dict[str, Any]
 
+ADOPTED: Obj = {"namespace": "team-b", "pipeline": "demo", "pool": "adopted", "podLabels": {"app": "demo-engines"}}
 #: Everything that is off by default, on.
 ON: Obj = {
-    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prom"}}, "podMonitor": {"enabled": True}},
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prom"}},
+        "podMonitor": {"enabled": True, "adopted": [ADOPTED]},
+    },
     "alerts": {"enabled": True, "labels": {"release": "prom"}},
     "dashboards": {"enabled": True, "annotations": {"grafana_folder": "rlfleet"}},
     "crds": {"upgrade": {"enabled": True}},
@@ -38,6 +42,7 @@ ON: Obj = {
                 "enginePort": 8000,
                 "gatePort": 9441,
                 "collectivePorts": {"first": 32768, "last": 60999},
+                "adopted": [{"app": "demo-engines"}, {"app": "more", "role": "leader"}],
             },
         ],
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],

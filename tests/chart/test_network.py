@@ -157,6 +157,30 @@ def test_collectives_connect_trainer_and_engines_of_one_pipeline(policies: list[
     assert not allowed(policies, Pod("team-a", TRAINER), engine("team-a"), 40000)
 
 
+@pytest.mark.parametrize("labels", [{"app": "demo-engines", "x": "y"}, {"app": "more", "role": "leader"}])
+def test_adopted_engines_are_as_closed_as_the_others(
+    policies: list[Obj], operator: Pod, labels: dict[str, str]
+) -> None:
+    """Their pods bear no label of ours: the selectors of their pools say which they are."""
+    target = Pod("team-b", labels)
+    for source, port, is_open in (
+        (operator, 9441, True),
+        (Pod("team-b", TRAINER), 9441, True),
+        (Pod("team-b", ROUTER), 8000, True),
+        (Pod("team-b", TRAINER), 40000, True),
+        (engine("team-b"), 40000, True),
+        (Pod("team-b", {"app": "demo-engines"}), 40000, True),
+        (Pod("team-b", STRANGER), 9441, False),
+        (Pod("team-b", STRANGER), 8000, False),
+        (Pod("team-b", STRANGER), 40000, False),
+        (Pod("team-a", TRAINER), 9441, False),
+    ):
+        assert allowed(policies, source, target, port) is is_open, (source, port)
+    assert allowed(policies, target, engine("team-b"), 40000), "both kinds of engines are in one process group"
+    assert allowed(policies, Pod("team-b", STRANGER), Pod("team-b", {"app": "more"}), 1234)
+    assert allowed(policies, Pod("team-a", STRANGER), Pod("team-a", labels), 1234)
+
+
 def test_other_pipelines_and_pods_are_left_alone(policies: list[Obj]) -> None:
     for target in (engine("team-b", "other"), Pod("team-b", TRAINER), engine("team-c")):
         assert allowed(policies, Pod("team-b", STRANGER), target, 1234), target

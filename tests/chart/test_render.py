@@ -247,8 +247,19 @@ def test_with_namespaces_named_the_operator_has_no_right_in_the_cluster(tmp_path
     assert rules(slices, "ClusterRole") == [
         {"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": ["list"]}
     ]
-    monitor = one(chart(tmp_path, {**ON, **NAMESPACED}), "PodMonitor")
+    monitor = of_kind(chart(tmp_path, {**ON, **NAMESPACED}), "PodMonitor")[0]
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
+
+
+def test_gates_of_adopted_pods_are_scraped_under_the_names_of_their_pool(tmp_path: Path) -> None:
+    ours, adopted = of_kind(chart(tmp_path, ON), "PodMonitor")
+    assert adopted["spec"]["selector"] == {"matchLabels": {"app": "demo-engines"}}
+    assert adopted["spec"]["namespaceSelector"] == {"matchNames": ["team-b"]}
+    endpoint, other = adopted["spec"]["podMetricsEndpoints"][0], ours["spec"]["podMetricsEndpoints"][0]
+    names = {r["targetLabel"]: r["replacement"] for r in endpoint.pop("relabelings")}
+    assert names == {"pipeline": "demo", "pool": "adopted"}
+    assert set(names) == {r["targetLabel"] for r in other.pop("relabelings")}
+    assert endpoint == other
 
 
 def test_a_trainer_may_sync_its_pipelines_only(tmp_path: Path) -> None:

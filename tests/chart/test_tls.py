@@ -29,8 +29,8 @@ def test_the_operator_is_told_which_secret_gates_mount_and_whom_to_believe(tmp_p
     items = [{"key": "ca.crt", "path": "ca.crt"}]
     assert volume["secret"] == {"secretName": "authority", "items": items}
     assert chosen.peer_ca_file == f"{mount['mountPath']}/ca.crt"
-    (endpoint,) = one(chart(tmp_path, ON), "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["scheme"] == "https"
+    monitors = of_kind(chart(tmp_path, ON), "PodMonitor")
+    assert [e["scheme"] for m in monitors for e in m["spec"]["podMetricsEndpoints"]] == ["https", "https"]
     plain = parse(one(chart(tmp_path), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"])
     assert (plain.tls_secret, plain.peer_ca_file) == ("", "")
 

@@ -22,6 +22,17 @@ def test_each_ending_is_told_once() -> None:
     assert memory.see([dead], 4) == ([], [])
 
 
+def test_the_end_of_what_is_no_engine_any_more_is_told_only_where_it_was_one_just_now() -> None:
+    """Finished pods of an adopted Deployment lie about: a new operator meets them all at once."""
+    memory = PoolMemory("pool")
+    old = replace(fact(-1, "old"), finished=True)
+    assert memory.see([old, fact(0)], 0) == ([], [])
+    over = replace(fact(-1, "uid-0"), finished=True)
+    assert memory.see([old, over], 1) == ([over], [])
+    assert memory.held_back(1) == {}
+    assert memory.see([old, over], 2) == ([], [])
+
+
 def test_pod_that_goes_on_request_is_neither_failed_nor_lost() -> None:
     memory = PoolMemory("pool")
     memory.see([fact(0)], 0)

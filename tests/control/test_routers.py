@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
-from rlfleet.control.routers import RouterClients, base_url, resolve
+from rlfleet.control.routers import RouterClients, base_url, resolve, routers_of
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import Credentials
 from rlfleet.kube.guard import Guard
@@ -76,6 +76,32 @@ def test_each_replica_of_a_router_is_a_router() -> None:
     crowd = resolve(pool(routers=[SELECTED]), many)
     assert len(crowd.endpoints) == 16
     assert crowd.problems[0].reason is Reason.ROUTER_AMBIGUOUS
+
+
+def engine_pod(name: str, ip: str, *, maker: str = "", app: str = "engines") -> dict[str, Any]:
+    made = pod(name, ip, app=app)
+    made["spec"] = {"initContainers": [{"name": "gate"}], "containers": [{"name": "engine"}]}
+    if maker:
+        made["metadata"]["ownerReferences"] = [
+            {"controller": True, "kind": "EnginePool", "apiVersion": "rlfleet.dev/v1alpha1", "name": maker}
+        ]
+    return made
+
+
+def test_a_living_engine_of_any_pool_keeps_its_entry_in_its_own_routers() -> None:
+    """Another pool's engine got a dead one's address: what lists it by right is not touched, the others are cleared."""
+
+    def routed(name: str, router: str, **source: Any) -> dict[str, Any]:
+        where = [{"name": "out", "type": "SGLangRouter", "url": router}]
+        return pool(name=name, routers=where, **({"source": source} if source else {}))
+
+    adopting = routed("adopting", "http://r1", adopt={"selector": {"matchLabels": {"app": "engines"}}})
+    pools = [adopting, routed("other", "http://r2"), routed("third", "http://r3")]
+    seen = view(engine_pod("adopted", "10.0.0.1"), engine_pod("made", "10.0.0.2", maker="other"), pod("r", "10.0.0.3"))
+    found = {ip: routers_of(seen.at_address("ns", ip), pools, seen) for ip in ("10.0.0.1", "10.0.0.2", "10.0.0.3")}
+    assert found == {"10.0.0.1": {"http://r1"}, "10.0.0.2": {"http://r2"}, "10.0.0.3": set()}
+    assert routers_of(seen.at_address("elsewhere", "10.0.0.1"), pools, seen) == set()
+    assert seen.at_address("ns", "") == []
 
 
 def test_addresses() -> None:

@@ -41,6 +41,25 @@ def test_the_same_container_told_again_changes_nothing(serving: Operator, engine
     assert engine.ready() == 200
 
 
+def test_a_container_from_before_is_told_by_whoever_lags_behind_and_closes_nobody(
+    serving: Operator, engine: Engine, gate: Gate
+) -> None:
+    """A new leader whose view of pods is old names the container before this one; names have no order."""
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    serving.serve(Weights.of(2), 2)
+    before = serving.status()
+    assert serving.enroll(engineProcess="c1").status_code == 200
+    gate.kill()
+    gate.start()
+    assert serving.enroll(engineProcess="c1").status_code == 200
+    after = serving.status()
+    assert (after["incarnation"], after["holds"]) == (before["incarnation"], before["holds"])
+    assert after["engineProcess"] == "c2"
+    assert engine.ready() == 200
+    assert serving.enroll(engineProcess="c3").status_code == 200
+    assert serving.status()["incarnation"] != before["incarnation"]
+
+
 def test_what_was_known_outlives_the_gate_and_an_enrolment_that_does_not_say(serving: Operator, gate: Gate) -> None:
     before = serving.status()["incarnation"]
     assert serving.enroll().status_code == 200
@@ -56,6 +75,8 @@ def test_the_first_that_is_told_is_the_one_that_was_met() -> None:
     assert not is_another_process("c1", None)
     assert not is_another_process("c1", "c1")
     assert is_another_process("c1", "c2")
+    assert is_another_process("c2", "c3", ["c1"])
+    assert not is_another_process("c2", "c1", ["c1"])
 
 
 def test_an_enrolment_without_a_container_has_the_digest_that_it_always_had() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfleet.plan.adopt import adopted, believed, engine_process, indices
+from rlfleet.plan.adopt import Adopted, adopted, believed, engine_process, indices, is_home
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, wish
 from rlfleet.plan.holding import on_failure_of
@@ -75,6 +75,50 @@ def test_pods_of_a_pool_and_pods_that_no_round_can_name_are_not_adopted() -> Non
     assert found.misnamed == ("n" * 64,)
 
 
+def controlled(made: dict[str, Any], phase: str = "Running") -> dict[str, Any]:
+    """The pod as a controller made it."""
+    made["metadata"]["ownerReferences"] = [
+        {"controller": True, "kind": "ReplicaSet", "apiVersion": "apps/v1", "name": "rs", "uid": "rs"}
+    ]
+    made["status"]["phase"] = phase
+    return made
+
+
+def test_a_finished_pod_of_a_controller_is_no_engine_and_takes_no_place() -> None:
+    mine = adopting("a", app="x")
+    pods = [
+        controlled(pod("rs-evicted", app="x"), "Failed"),
+        controlled(pod("rs-done", app="x"), "Succeeded"),
+        controlled(pod("rs-alive", app="x")),
+    ]
+    found = adopted(mine, [mine], pods)
+    assert names(found.pods) == ["rs-alive"]
+    assert names(found.ended) == ["rs-done", "rs-evicted"], "their addresses are still to leave the routers"
+    assert indices(found.pods) == {"uid-rs-alive": 0}
+
+
+def test_a_finished_pod_that_a_person_made_stays_an_engine() -> None:
+    mine = adopting("a", app="x")
+    over = pod("one", app="x")
+    over["status"]["phase"] = "Failed"
+    found = adopted(mine, [mine], [over])
+    assert (names(found.pods), found.ended) == (["one"], ())
+    assert adopted_fact(found.pods[0], 0).finished
+
+
+def test_of_finished_pods_nothing_is_wrong() -> None:
+    old, young = adopting("old", app="x"), adopting("young", "2026-01-02T00:00:00Z", tier="t")
+    both = controlled(pod("both", app="x", tier="t"), "Failed")
+    bare = pod("bare", gated=False, app="x")
+    bare["status"]["phase"] = "Succeeded"
+    made = controlled(pod("made", app="x"), "Failed")
+    made["metadata"]["ownerReferences"][0] |= {"kind": "EnginePool", "apiVersion": "rlfleet.dev/v1alpha1"}
+    long = controlled(pod("n" * 64, app="x"), "Failed")
+    first, second = (adopted(p, [old, young], [both, bare, made, long]) for p in (old, young))
+    assert (first.contested, first.gateless, first.misnamed) == ((), (), ())
+    assert (names(first.ended), second) == (["both"], Adopted()), "the older pool takes it out of its routers"
+
+
 def test_an_index_is_the_makers_number_or_a_free_place_by_age() -> None:
     numbered, odd = pod("s-4"), pod("by-hand")
     labelled = pod("lws", **{"leaderworkerset.sigs.k8s.io/group-index": "1"})
@@ -90,6 +134,21 @@ def test_indices_are_unique_and_do_not_depend_on_the_order(which: list[str], ran
     assert len(set(found.values())) == len(pods)
     random.shuffle(pods)
     assert indices(pods) == found
+
+
+def test_a_pod_is_at_home_where_it_was_made_or_is_adopted() -> None:
+    mine = adopting("a", app="x")
+    assert is_home(mine, pod("one", app="x"))
+    assert not is_home(mine, pod("one", app="y"))
+    assert not is_home(mine, pod("one", gated=False, app="x"))
+    made = controlled(pod("made", app="x"))
+    made["metadata"]["ownerReferences"][0] |= {
+        "kind": "EnginePool",
+        "apiVersion": "rlfleet.dev/v1alpha1",
+        "name": "maker",
+    }
+    assert not is_home(mine, made)
+    assert is_home(pool(name="maker"), made)
 
 
 def test_a_container_that_ended_is_the_end_only_where_it_never_restarts() -> None:

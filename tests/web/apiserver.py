@@ -13,6 +13,12 @@ from tests.cli.fleets import Objects
 TOKENS: dict[str, set[str] | None] = {"all": None, "one": {"t-8dbb0a5ba5"}, "none": set()}
 
 
+def _bears(obj: Any, wanted: list[tuple[str, str, str]]) -> bool:
+    """The object carries the labels ``key=value``; ``key`` alone: with any value."""
+    labels = obj["metadata"].get("labels") or {}
+    return all(key in labels and (not equals or labels[key] == value) for key, equals, value in wanted)
+
+
 class Apiserver:
     """Serves ``objects``, which may be exchanged. ``seen``: (path, Authorization) of every request."""
 
@@ -37,7 +43,8 @@ class Apiserver:
             return web.json_response({"kind": "Status", "message": message}, status=403)
         if parts[-2] == "rlpipelines":
             return self._one(parts[-1])
-        items: list[Any] = self.objects.get(parts[-1], [])
+        wanted = [w.partition("=") for w in request.query.get("labelSelector", "").split(",") if w]
+        items: list[Any] = [o for o in self.objects.get(parts[-1], []) if _bears(o, wanted)]
         first, size = int(request.query.get("continue") or 0), int(request.query.get("limit") or 500)
         more = {"continue": str(first + size)} if first + size < len(items) else {}
         return web.json_response({"metadata": more, "items": items[first : first + size]})

@@ -14,6 +14,7 @@ import typer
 from rlfleet.api import labels
 from rlfleet.cli import options
 from rlfleet.cli.cluster import Cluster, Obj
+from rlfleet.cli.engines import is_engine
 from rlfleet.cli.failures import CliError, Exit, explained
 from rlfleet.cli.output import Format, console, dump, show, tame
 from rlfleet.client import Client, errors
@@ -221,7 +222,7 @@ def _annotate(cluster: Cluster, engine: str, text: str | None) -> Obj:
                 Exit.NOT_FOUND,
             ) from e
         raise
-    if labels.POOL not in (pod["metadata"].get("labels") or {}):
+    if not is_engine(cluster, pod):
         raise CliError(f"pod {cluster.home()}/{engine} is no engine of an EnginePool: see rlfleet status", Exit.USAGE)
     # The resourceVersion: what was looked at is what is changed, not a later pod of the name.
     meta = {"resourceVersion": pod["metadata"]["resourceVersion"], "annotations": {labels.QUARANTINE: text}}

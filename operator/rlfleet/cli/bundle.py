@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from rlfleet import __version__
-from rlfleet.api import labels
 from rlfleet.cli import operator as reach
 from rlfleet.cli import options, tables
 from rlfleet.cli.cluster import CORE, Cluster
 from rlfleet.cli.doctor import drawn, examine
+from rlfleet.cli.engines import engine_pods
 from rlfleet.cli.failures import CliError, Exit
 from rlfleet.cli.output import Format, dump, plain, show
 from rlfleet.cli.redaction import redacted, text
@@ -108,7 +108,7 @@ def collect(way: reach.Way, *, logs: bool) -> dict[str, str]:
 
     kinds = ("rlpipelines", "enginepools", "syncrounds", "trainerdemands", "events")
     objects = {plural: listed(plural) for plural in kinds}
-    objects["pods"] = listed("pods", labels.POOL)
+    objects["pods"] = attempt("pods", lambda: engine_pods(cluster), default=[])
     objects["operator-pods"] = listed("pods", "app.kubernetes.io/name=rlfleet", way.namespace)
     objects["nodes"] = [{"metadata": n["metadata"], "status": _node(n)} for n in listed("nodes")]
     for name, items in objects.items():

@@ -13,14 +13,15 @@ from collections.abc import Callable
 import typer
 
 from rlfleet.cli.cluster import Cluster
+from rlfleet.cli.engines import engine_pods
 from rlfleet.cli.failures import CliError
 
 #: What cobra, which kubectl is built with, reads after the candidates: do not offer files as well.
 _NO_FILES = ":4"
 
 
-def names(plural: str, selector: str = "") -> Callable[[typer.Context, str], list[str]]:
-    """A completer with the names of one kind in the namespace that the line names."""
+def names(plural: str) -> Callable[[typer.Context, str], list[str]]:
+    """A completer with the names of one kind in the namespace that the line names; of pods those that are engines."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         given = ctx.params
@@ -28,7 +29,8 @@ def names(plural: str, selector: str = "") -> Callable[[typer.Context, str], lis
             with Cluster.connect(
                 kubeconfig=given.get("kubeconfig"), context=given.get("context"), namespace=given.get("namespace")
             ) as cluster:
-                found = [str(o["metadata"]["name"]) for o in cluster.list(plural, selector=selector)]
+                listed = engine_pods(cluster) if plural == "pods" else cluster.list(plural)
+                found = [str(o["metadata"]["name"]) for o in listed]
         except CliError:
             return []
         return sorted(n for n in found if n.startswith(incomplete))

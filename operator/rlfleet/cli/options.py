@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from rlfleet.api import labels
 from rlfleet.cli.cluster import Cluster
 from rlfleet.cli.completing import names
 from rlfleet.cli.output import Format
@@ -47,7 +46,7 @@ EngineArgument = Annotated[
     typer.Argument(
         metavar="ENGINE",
         help="Name of the engine's pod, as status shows it.",
-        autocompletion=names("pods", labels.POOL),
+        autocompletion=names("pods"),
     ),
 ]
 

@@ -54,6 +54,7 @@ from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
 from rlfleet.plan.elastic import wanted_pods
 from rlfleet.plan.identity import poisoned_gates, strays
+from rlfleet.plan.rolling import makes_room, update_of
 from rlfleet.plan.rounds import RoundRef
 from rlfleet.plan.triage import Triage
 from rlfleet.plan.validate import Violation
@@ -192,6 +193,11 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         )
     if todo.run is not None:
         ledger.round = open_rounds[todo.run.uid]
+        pending_ms = int(ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000
+        if ctx.now_ms() - todo.run.created_ms < pending_ms // 2 and (update := _room(ctx, view, pools.items)):
+            why = f"lets the rolling update of EnginePool {update} take a step, which earlier rounds left no time for"
+            await _say_waiting(ctx, ledger, todo.run, (Reason.UPDATING, why))
+            return After(WAIT_SECONDS, Priority.ROUND)
         await _execute(ctx, ledger, sender, view)
         return After(0.0, Priority.ROUND)
 
@@ -272,6 +278,26 @@ def _triage(
         blocked=blocked,
         replaced=replaced,
     )
+
+
+def _room(ctx: Context, view: PipelineView, pools: Iterable[Obj]) -> str:
+    """Name of the pool for whose rolling update a round that could start waits; empty: it starts."""
+    ledger, fleet = view.ledger, view.fleet
+    if ledger.committed is None:
+        return ""
+    found = []
+    for pool in (p for p in pools if p["spec"]["pipeline"] == ledger.name):
+        name = pool["metadata"]["name"]
+        pods = [fleet.pods[e.name] for e in fleet.engines.values() if e.pool == name and not e.gone]
+        if (update := update_of(pool, pods, wanted=wanted_pods(pool))) is not None:
+            found.append(update)
+    view.memory.room_ms, who = makes_room(
+        found,
+        opened_ms=view.memory.room_ms,
+        now_ms=ctx.now_ms(),
+        drain_seconds=float(ledger.spec["sync"]["drainSeconds"]),
+    )
+    return who
 
 
 async def _strangers(ctx: Context, ledger: Ledger, view: PipelineView) -> frozenset[str]:

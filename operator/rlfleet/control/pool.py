@@ -92,7 +92,7 @@ class PoolReconciler:
         found = routers.resolve(pool, ctx.pods)
         await self._note_routers(key, found)
         mine = await pool_adopt.find(ctx, pool)
-        facts = self._facts(pool) if mine is None else [*mine.facts]
+        facts = self._facts(pool) if mine is None else [*mine.facts, *mine.ended]
         try:
             pipeline: Obj | None = await kube.get(
                 RLPIPELINES, namespace, pool["spec"]["pipeline"], timeout=ctx.settings.api_timeout
@@ -134,7 +134,11 @@ class PoolReconciler:
         except template.InvalidPool as e:
             valid = False
             problems.insert(0, Problem(Reason.INVALID_SPEC, str(e), stops=True))
-        problems += await ensure_budget(ctx, pool, memory)
+        status = (pipeline or {}).get("status") or {}
+        demanded = on_devices(pool, held_devices(grants_of(status)))
+        vacate = demanded if shrinks_by_delete(pool) else frozenset[int]()
+        vacated = sum(i < wanted_pods(pool) for i in vacate)
+        problems += await ensure_budget(ctx, pool, facts, memory, vacated=vacated)
         if pipeline is not None:
             await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
             now = ctx.clock.monotonic()
@@ -142,12 +146,18 @@ class PoolReconciler:
         pool_pods.report_endings(ctx, pool, failed, lost)
 
         out = pool_pods.Outcome(problems=problems)
-        status = (pipeline or {}).get("status") or {}
         fence = int(status.get("fence") or 0)
         slots = slots_of(pool, pipeline)
         owned = bool(status.get("activeOperation"))
         texts = [s.text for s in slots]
-        turn = await rolling(ctx, pool, facts, memory, texts, owned=owned) if valid else Rolling()
+        may_create = valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending
+
+        async def obstacle() -> str:
+            return await self._obstacle(pool, pipeline, memory, may_create=may_create)
+
+        turn = Rolling()
+        if valid:
+            turn = await rolling(ctx, pool, facts, memory, texts, owned=owned, demanded=demanded, obstacle=obstacle)
         view = PoolView(
             name=pool["metadata"]["name"],
             uid=memory.uid,
@@ -156,13 +166,13 @@ class PoolReconciler:
             slots=len(template.assignments(pool)) if template.is_pinned(pool) else None,
             claims=tuple(s.claim for s in slots) if template.is_claims(pool) else None,
             foreign=self._foreign(pool),
-            may_create=valid and pipeline is not None and not is_deleting(pipeline) and not memory.namespace_ending,
+            may_create=may_create,
             may_remove=not owned,
             outdated=turn.replace,
             adopted=mine is not None,
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
-            demanded=(demanded := on_devices(pool, held_devices(grants_of(status)))),
-            vacate=demanded if shrinks_by_delete(pool) else frozenset(),
+            demanded=demanded,
+            vacate=vacate,
             held_back=frozenset(memory.held_back(now)),
             predecessors=memory.predecessors,
             bumps=memory.bumps,
@@ -185,15 +195,29 @@ class PoolReconciler:
             plan = plan_pods(replace(view, drained=drain))
         if plan.create:
             await pool_pods.create_pods(ctx, pool, plan.create, memory, out, slots)
+        else:
+            memory.create_failures = 0
         if plan.delete:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
         out.waits = turn.waits
-        present = self._facts(pool) if mine is None else facts
+        present = self._facts(pool) if mine is None else [*mine.facts]
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
         rows = rows_of(ctx, pool, present, plan, pipeline, found, memory, sleep, slots)
         await write_readiness(ctx, pool, rows, out, operating=bool(status.get("activeOperation")))
         return await self._report(pool, pipeline, plan, rows, found, memory, out, sleep, valid=valid)
+
+    async def _obstacle(self, pool: Obj, pipeline: Obj | None, memory: PoolMemory, *, may_create: bool) -> str:
+        """Why no pod could be made in place of one that goes; empty: one could, as far as is known."""
+        if pipeline is None or not may_create:
+            return "the pool makes no pods now"
+        if memory.create_failures:
+            return "the apiserver refuses its pods"
+        broken = await self._broken(pool, pipeline)
+        if broken:
+            return broken[0].message
+        missing = await missing_claims(self._ctx, pool, pipeline)
+        return f"ResourceClaim {', '.join(missing)} is not there to use yet" if missing else ""
 
     async def _broken(self, pool: Obj, pipeline: Obj | None) -> list[Problem]:
         """Broken rules that keep this pool from making pods. Read live: what others were changed to may decide."""

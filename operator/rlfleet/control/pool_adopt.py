@@ -30,6 +30,8 @@ class Found:
     """Pods of an adopting pool as its engines, and what a person should know of the others that it selects."""
 
     facts: tuple[PodFact, ...]
+    ended: tuple[PodFact, ...]
+    """Finished pods that are no engines any more; their addresses are to leave the routers."""
     problems: tuple[Problem, ...]
 
 
@@ -43,7 +45,8 @@ async def find(ctx: Context, pool: Obj) -> Found | None:
     got = adopted(pool, [pool, *pools], ctx.pods.select(meta["namespace"], selector_of(pool)))
     places = indices(got.pods)
     facts = tuple(adopted_fact(p, places[p["metadata"]["uid"]]) for p in got.pods)
-    return Found(facts, tuple(_problems(meta["name"], got)))
+    ended = tuple(adopted_fact(p, -1) for p in got.ended)
+    return Found(facts, ended, tuple(_problems(meta["name"], got)))
 
 
 def _problems(name: str, got: Adopted) -> list[Problem]:

@@ -18,13 +18,13 @@ from rlfleet.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, Not
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODDISRUPTIONBUDGETS
 from rlfleet.plan import template
-from rlfleet.plan.budget import Allowance, allowances, plan_budget
+from rlfleet.plan.budget import Allowance, allowances, plan_budget, uncounted
 from rlfleet.plan.elastic import wanted_pods
 from rlfleet.plan.pool_status import Problem
 from rlfleet.plan.rolling import Candidate, Rolling, is_rolling, plan_rolling, rolling_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rlfleet.control.context import Context
     from rlfleet.control.pool_memory import PoolMemory
@@ -38,11 +38,18 @@ POLLS = 6
 _SERVES = frozenset({EngineState.ACTIVE, EngineState.OFFLOADED})
 
 
-async def ensure_budget(ctx: Context, pool: Obj, memory: PoolMemory) -> tuple[Problem, ...]:
-    """Look at the budget when the spec has changed and now and then, and make it what it should be."""
+async def ensure_budget(
+    ctx: Context, pool: Obj, facts: Sequence[PodFact], memory: PoolMemory, *, vacated: int
+) -> tuple[Problem, ...]:
+    """Look at the budget when something has changed and now and then, and make it what it should be.
+
+    ``vacated``: engines without a pod because a trainer has their devices.
+    """
     meta, now = pool["metadata"], ctx.clock.monotonic()
+    bare = uncounted(pool, (p for f in facts if (p := ctx.pods.by_uid(f.uid)) is not None))
+    about = (meta.get("generation"), vacated, bare)
     known = memory.budget
-    if known is not None and known[0] == meta.get("generation") and now < known[1]:
+    if known is not None and known[0] == about and now < known[1]:
         return memory.budget_problems
     kube = ctx.kube.at(Priority.SCALE, field_manager=labels.POOL_MANAGER)
     namespace, name, timeout = meta["namespace"], meta["name"], ctx.settings.api_timeout
@@ -51,7 +58,7 @@ async def ensure_budget(ctx: Context, pool: Obj, memory: PoolMemory) -> tuple[Pr
             existing: Obj | None = await kube.get(PODDISRUPTIONBUDGETS, namespace, name, timeout=timeout)
         except NotFound:
             existing = None
-        plan = plan_budget(pool, existing)
+        plan = plan_budget(pool, existing, vacated=vacated, countable=not bare)
         if plan.create is not None:
             await kube.create(PODDISRUPTIONBUDGETS, namespace, plan.create, timeout=timeout)
         elif plan.replace is not None:
@@ -64,13 +71,19 @@ async def ensure_budget(ctx: Context, pool: Obj, memory: PoolMemory) -> tuple[Pr
         # Engines without a budget are better than no engines.
         ending = isinstance(e, Forbidden) and e.namespace_terminating
         memory.budget_problems = () if ending else (Problem(Reason.BUDGET_FAILED, f"no budget: {e.message[:500]}"),)
-        memory.budget = (meta.get("generation"), now + POLLS * ctx.settings.poll_seconds)
+        memory.budget = (about, now + POLLS * ctx.settings.poll_seconds)
         return memory.budget_problems
     if plan.create or plan.replace or plan.delete:
         ctx.metrics.write(PODDISRUPTIONBUDGETS.plural)
-    memory.budget = (meta.get("generation"), now + POLLS * ctx.settings.poll_seconds)
+    memory.budget = (about, now + POLLS * ctx.settings.poll_seconds)
     taken = f"PodDisruptionBudget {name} is not this pool's, so its engines have none; delete it, or rename the pool"
     memory.budget_problems = (Problem(Reason.BUDGET_NAME_TAKEN, taken),) if plan.taken else ()
+    if bare:
+        text = (
+            f"pod {', '.join(bare[:4])}: no controller made it, so Kubernetes can not count maxUnavailable and would "
+            "let no engine go; leave spec.disruptionBudget out, and make a PodDisruptionBudget with minAvailable"
+        )
+        memory.budget_problems = (Problem(Reason.BUDGET_FAILED, text),)
     return memory.budget_problems
 
 
@@ -84,9 +97,21 @@ def serves(fact: PodFact, memory: PoolMemory) -> bool | None:
 
 
 async def rolling(
-    ctx: Context, pool: Obj, facts: Sequence[PodFact], memory: PoolMemory, slots: Sequence[str], *, owned: bool
+    ctx: Context,
+    pool: Obj,
+    facts: Sequence[PodFact],
+    memory: PoolMemory,
+    slots: Sequence[str],
+    *,
+    owned: bool,
+    demanded: frozenset[int],
+    obstacle: Callable[[], Awaitable[str]],
 ) -> Rolling:
-    """Which pods of an earlier template are replaced now. ``owned``: a round or other work owns the engines."""
+    """Which pods of an earlier template are replaced now.
+
+    ``owned``: a round or other work owns the engines; ``demanded``: indices whose devices a trainer has; ``obstacle``:
+    tells why no pod of the pool can be made, asked only where one would be replaced.
+    """
     if not is_rolling(pool):
         return Rolling()
     wanted = wanted_pods(pool)
@@ -97,6 +122,7 @@ async def rolling(
             outdated=template.is_outdated(pool, f.template_hash, f.assignment, f.index, slots),
             serves=serves(f, memory),
             kept=f.quarantine is not None,
+            held=f.index in demanded,
         )
         for f in facts
         if f.live
@@ -108,4 +134,8 @@ async def rolling(
         )
         known = [pod for f in facts if (pod := ctx.pods.by_uid(f.uid)) is not None]
         budgets = allowances(listed.items, known)
-    return plan_rolling(pods, wanted=wanted, limit=rolling_limit(pool, wanted), budgets=budgets, owned=owned)
+    limit = rolling_limit(pool, wanted)
+    found = plan_rolling(pods, wanted=wanted, limit=limit, budgets=budgets, owned=owned)
+    if not found.replace:
+        return found
+    return plan_rolling(pods, wanted=wanted, limit=limit, budgets=budgets, obstacle=await obstacle())

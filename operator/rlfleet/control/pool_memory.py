@@ -70,8 +70,8 @@ class PoolMemory:
     namespace_ending: bool = False
     """The apiserver makes no pods any more, because it is deleting the namespace; that is final."""
     status_at: float | None = None
-    budget: tuple[int | None, float] | None = None
-    """Generation of the spec for which the PodDisruptionBudget was looked at, and until when that holds."""
+    budget: tuple[object, float] | None = None
+    """What the PodDisruptionBudget was made from when it was looked at, and until when that holds."""
     budget_problems: tuple[Problem, ...] = ()
     """What was wrong with it."""
 
@@ -96,6 +96,7 @@ class PoolMemory:
             self._forget(uid)
         failed = []
         for fact in present.values():
+            met = fact.uid in self.facts
             self.facts[fact.uid] = fact
             if fact.index >= 0:
                 before = self.facts.get(self.predecessors.get(fact.index, ""))
@@ -103,8 +104,10 @@ class PoolMemory:
                     self.predecessors[fact.index] = fact.uid
             if fact.finished and fact.uid not in self.counted:
                 self.counted.add(fact.uid)
-                if not fact.deleting:
+                # Without an index it is no engine any more: its end is news only where it was one just now.
+                if not fact.deleting and (fact.index >= 0 or met):
                     failed.append(fact)
+                if not fact.deleting and fact.index >= 0:
                     self._count(fact, now)
         return failed, lost
 

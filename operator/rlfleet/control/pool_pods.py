@@ -18,11 +18,12 @@ from rlfleet.api import labels, naming
 from rlfleet.api.conditions import Reason
 from rlfleet.control.context import Context
 from rlfleet.control.pool_memory import Departure, PoolMemory
-from rlfleet.control.routers import Resolved, RouterClients, base_url
+from rlfleet.control.routers import Resolved, RouterClients, base_url, routers_of
 from rlfleet.kube.client import KubeClient, Obj
 from rlfleet.kube.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound, TooManyRequests
 from rlfleet.kube.limiter import Priority
-from rlfleet.kube.resources import PODS
+from rlfleet.kube.resources import ENGINEPOOLS, PODS
+from rlfleet.plan.adopt import ended
 from rlfleet.plan.blocks import Slot
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.pods import build_pod
@@ -142,9 +143,9 @@ async def unroute(
         left = [e for e in routers.endpoints if e.url not in departure.done]
         if not left:
             return
-        if _borne_by_another(ctx, namespace, departure.pod, memory):
-            departure.done |= targets
-            return
+        theirs = await _routers_of_bearers(ctx, namespace, departure.pod)
+        departure.done |= theirs & targets
+        left = [e for e in left if e.url not in theirs]
         for url, error in (await clients.remove(left, base_url(departure.pod.ip, port))).items():
             if error is None:
                 departure.done.add(url)
@@ -159,21 +160,19 @@ async def unroute(
             del memory.departures[uid]
 
 
-def _borne_by_another(ctx: Context, namespace: str, pod: PodFact, memory: PoolMemory) -> bool:
-    """Whether a living engine got the address meanwhile; then the entry, if there is one, is its own."""
+async def _routers_of_bearers(ctx: Context, namespace: str, pod: PodFact) -> set[str]:
+    """URLs of the routers in which the pod's address is the entry of a living engine, which got it since.
+
+    Other engines may have other routers: what a router of the dead one's pool alone lists would send its requests to
+    another pipeline's engine.
+    """
     if not (pod.finished or pod.deleting) and ctx.pods.by_uid(pod.uid) is not None:
-        return False
-    if any(f.live and f.ip == pod.ip and f.uid != pod.uid for f in memory.facts.values()):
-        return True  # adopted pods bear no label of ours
-    for other in ctx.pods.labelled(labels.POOL, namespace=namespace):
-        status = other.get("status") or {}
-        if (
-            other["metadata"]["uid"] != pod.uid
-            and status.get("podIP") == pod.ip
-            and status.get("phase") in ("Pending", "Running")
-        ):
-            return True
-    return False
+        return set()
+    bearers = [o for o in ctx.pods.at_address(namespace, pod.ip) if o["metadata"]["uid"] != pod.uid and not ended(o)]
+    if not bearers:
+        return set()
+    listed = await ctx.kube.at(Priority.SCALE).list(ENGINEPOOLS, namespace, timeout=ctx.settings.api_timeout)
+    return routers_of(bearers, listed.items, ctx.pods)
 
 
 def unrouted(memory: PoolMemory, routers: Resolved, *, fence: int) -> frozenset[str]:
@@ -248,5 +247,6 @@ def report_endings(ctx: Context, pool: Obj, failed: Sequence[PodFact], lost: Seq
             first = pods[0]
             more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
             why = f": {first.failure}" if first.failure else ""
-            note = f"{naming.engine_name(name, first.index)} ({first.name}){more} {word}{why}"
+            who = f"{naming.engine_name(name, first.index)} ({first.name})" if first.index >= 0 else first.name
+            note = f"{who}{more} {word}{why}"
             ctx.events.record(pool, "Warning", reason.value, note, action="ReplacePods")

@@ -3,7 +3,8 @@
 Invariants:
 - an address counts as removed only after the router was read back; a router that does not answer is unknown;
 - a router whose pod is gone holds no entry, so there is nothing to remove from it;
-- an address that a living pod bears is never removed in the name of a dead one.
+- an address that a living engine bears is never removed in the name of a dead one from the routers that list the living
+  one; from those of the dead one alone it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
 from rlfleet.kube.guard import Guard
+from rlfleet.plan.adopt import is_home
 from rlfleet.plan.pool_status import Problem
 from rlfleet.plan.template import READINESS
 from rlfleet.router import RouterAdapter, make_router
@@ -76,6 +78,12 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
         )
         endpoints = endpoints[:MAX_ENDPOINTS]
     return Resolved(tuple(endpoints), frozenset(names), tuple(problems))
+
+
+def routers_of(engines: Iterable[Mapping[str, Any]], pools: Iterable[Mapping[str, Any]], pods: Pods) -> set[str]:
+    """URLs of all routers in which one of these pods may stand, as an engine of one of ``pools``."""
+    listed = list(engines)
+    return {e.url for p in pools if any(is_home(p, o) for o in listed) for e in resolve(p, pods).endpoints}
 
 
 def _runs(pod: Mapping[str, Any]) -> bool:

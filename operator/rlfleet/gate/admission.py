@@ -146,9 +146,9 @@ class AdmissionControl:
             raise GateError(
                 ErrorReason.STALE_FENCE, f"enrolled already under generation {before.generation}", held=held
             )
-        restarted = self._store.incarnation is not None and is_another_process(
-            self._store.engine_process, body.engine_process
-        )
+        known, past = self._store.engine_process, self._store.past_processes
+        changed = is_another_process(known, body.engine_process, past)
+        restarted = self._store.incarnation is not None and changed
         running = self._running()
         if restarted and running is not None:
             raise GateError(
@@ -158,7 +158,9 @@ class AdmissionControl:
             self._store.enrolment = body
             if restarted:
                 self._store.forget_process(secrets.token_hex(16))
-            if body.engine_process is not None:
+            if changed and known is not None:
+                self._store.past_processes = (*past, known)
+            if body.engine_process is not None and body.engine_process not in past:
                 self._store.engine_process = body.engine_process
             if body.public_keys:
                 self._store.public_keys = dict(body.public_keys)

@@ -42,9 +42,13 @@ def for_this_process(asked: str, incarnation: str) -> None:
         raise GateError(ErrorReason.IDENTITY_MISMATCH, f"incarnation is {incarnation}, the call is for {asked}")
 
 
-def is_another_process(known: str | None, told: str | None) -> bool:
-    """The kubelet started the engine's container again: both names of it are known, and they differ."""
-    return known is not None and told is not None and known != told
+def is_another_process(known: str | None, told: str | None, past: Sequence[str] = ()) -> bool:
+    """The kubelet started the engine's container again: both names of it are known, and they differ.
+
+    ``past``: names of containers before. Such a name never returns, and they have no order of their own: it is told by
+    an operator whose view of pods lags behind, and says nothing of the engine that is here.
+    """
+    return known is not None and told is not None and known != told and told not in past
 
 
 def same_order(op_id: str, kind: str, known: str, asked: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ SCHEMA = 1
 #: Operations kept in the log; far more than one round needs, so attempts of the latest operations are always known.
 MAX_OPERATIONS = 512
 MAX_LOADS = 8
+#: Names of earlier engine containers that are remembered; no view of pods lags behind by so many restarts.
+PAST_PROCESSES = 32
 
 
 class StoreError(Exception):
@@ -138,6 +140,15 @@ class Store:
     @engine_process.setter
     def engine_process(self, value: str) -> None:
         self._put("engineProcess", value)
+
+    @property
+    def past_processes(self) -> tuple[str, ...]:
+        """What the engine's containers before this one were called, as far as they are remembered."""
+        return tuple(self._get("pastProcesses") or ())
+
+    @past_processes.setter
+    def past_processes(self, value: Sequence[str]) -> None:
+        self._put("pastProcesses", list(value)[-PAST_PROCESSES:])
 
     @property
     def paused(self) -> bool:

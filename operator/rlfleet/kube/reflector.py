@@ -168,6 +168,13 @@ class Reflector:
         wanted = match_labels.items()
         return [o for o in candidates if wanted <= (o["metadata"].get("labels") or {}).items()]
 
+    def at_address(self, namespace: str, ip: str) -> list[Obj]:
+        """Objects of ``namespace`` whose status.podIP is ``ip``."""
+        if not ip:
+            return []
+        keys = [k for k, o in self._objects.items() if k[0] == namespace and (o.get("status") or {}).get("podIP") == ip]
+        return [self._objects[k] for k in sorted(keys)]
+
     def __len__(self) -> int:
         return len(self._objects)
 

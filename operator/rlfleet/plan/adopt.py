@@ -3,6 +3,8 @@
 Invariants:
 - a pod is the engine of one pool at most: of those that select it the oldest has it, the others say so;
 - a pod that an EnginePool made, or that has no gate, is adopted by nobody, and named;
+- a pod that has finished is no engine any more where a controller made it, which makes another if it wants one: such
+  pods lie about for long. One that a person made stays, as a failed engine, until a person deletes it;
 - an index is a place in status and in the order of sleep. It follows from the pods that are there and is kept nowhere.
 """
 
@@ -65,6 +67,13 @@ def made_by_pool(pod: Pod) -> str:
     return ""
 
 
+def is_home(pool: Pool, pod: Pod) -> bool:
+    """The pod may be an engine of this pool, which made it or adopts it."""
+    return made_by_pool(pod) == pool["metadata"]["name"] or (
+        selects(pool, pod) and has_gate(pod) and not made_by_pool(pod)
+    )
+
+
 def has_gate(pod: Pod) -> bool:
     """A container named gate stands beside the engine."""
     spec = pod.get("spec") or {}
@@ -80,6 +89,8 @@ class Adopted:
     """What an adopting pool has: its pods, and those that it selects and does not get."""
 
     pods: tuple[Obj, ...] = ()
+    ended: tuple[Obj, ...] = ()
+    """Pods of controllers that have finished: no engines, but their addresses may still stand in routers."""
     gateless: tuple[str, ...] = ()
     """Names of selected pods without a gate."""
     misnamed: tuple[str, ...] = ()
@@ -92,6 +103,7 @@ def adopted(pool: Pool, pools: Iterable[Pool], pods: Iterable[Obj]) -> Adopted:
     """Sort the pods of a namespace for one pool. ``pools``: all EnginePools of it, this one included."""
     rivals = [p for p in pools if p["metadata"]["uid"] != pool["metadata"]["uid"]]
     mine: list[Obj] = []
+    over: list[Obj] = []
     gateless: list[str] = []
     misnamed: list[str] = []
     contested: list[tuple[str, str, bool]] = []
@@ -100,22 +112,36 @@ def adopted(pool: Pool, pools: Iterable[Pool], pods: Iterable[Obj]) -> Adopted:
             continue
         name = str(pod["metadata"]["name"])
         maker = made_by_pool(pod)
+        others = [p for p in rivals if selects(p, pod)]
+        has = all(_age(pool) < _age(p) for p in others)
+        if ended(pod):
+            # Whatever is wrong with it matters to nobody any more.
+            if has and not maker and has_gate(pod) and _NAME.fullmatch(name):
+                (over if _controlled(pod) else mine).append(pod)
+            continue
         if maker:
             contested.append((name, maker, False))
             continue
         if not has_gate(pod):
-            if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
-                gateless.append(name)
+            gateless.append(name)
             continue
         if not _NAME.fullmatch(name):
             misnamed.append(name)
             continue
-        others = [p for p in rivals if selects(p, pod)]
-        has = all(_age(pool) < _age(p) for p in others)
         contested += [(name, str(p["metadata"]["name"]), has) for p in sorted(others, key=_age)]
         if has:
             mine.append(pod)
-    return Adopted(tuple(mine), tuple(gateless), tuple(misnamed), tuple(contested))
+    return Adopted(tuple(mine), tuple(over), tuple(gateless), tuple(misnamed), tuple(contested))
+
+
+def ended(pod: Pod) -> bool:
+    """Nothing runs in the pod any more, and never will."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _controlled(pod: Pod) -> bool:
+    """A controller of whatever kind made it."""
+    return any(o.get("controller") for o in pod["metadata"].get("ownerReferences") or [])
 
 
 def indices(pods: Sequence[Pod]) -> dict[str, int]:

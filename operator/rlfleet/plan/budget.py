@@ -2,7 +2,8 @@
 
 Invariants:
 - a budget of that name that another object controls, or nobody, is never changed: it is somebody's own;
-- nothing is written when what is there says what it should, whatever else others have added to it.
+- nothing is written when what is there says what it should, whatever else others have added to it;
+- a budget that Kubernetes could not keep is not made: it would let nobody go, for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rlfleet.api import labels
-from rlfleet.plan.adopt import adopts, selector_of
+from rlfleet.plan.adopt import adopts, ended, selector_of
 from rlfleet.plan.elastic import wanted_pods
 
 Obj = dict[str, Any]
@@ -23,11 +24,29 @@ API_VERSION: Final = "policy/v1"
 DEFAULT_UNAVAILABLE: Final = 1
 
 
-def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
+def uncounted(pool: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of adopted pods for which a budget is asked, but that no controller made.
+
+    Kubernetes counts ``maxUnavailable`` from the scale of the pods' controllers; of pods without one it expects none.
+    """
+    if not adopts(pool) or pool["spec"].get("disruptionBudget") is None:
+        return ()
+    bare = (
+        str(p["metadata"]["name"])
+        for p in pods
+        if not ended(p) and not any(o.get("controller") for o in p["metadata"].get("ownerReferences") or [])
+    )
+    return tuple(sorted(bare))
+
+
+def wanted_budget(pool: Mapping[str, Any], *, vacated: int = 0, countable: bool = True) -> Obj | None:
     """The pool's budget; None: it has none. A second budget for a pod would make every eviction of it fail, so adopted
-    pods get one only where the pool asks for it."""
+    pods get one only where the pool asks for it.
+
+    ``vacated``: engines without a pod because a trainer has their devices; ``countable``: see ``uncounted``.
+    """
     asked = pool["spec"].get("disruptionBudget")
-    if asked is None and adopts(pool):
+    if (asked is None or not countable) and adopts(pool):
         return None
     meta = pool["metadata"]
     return {
@@ -53,7 +72,7 @@ def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
             ],
         },
         "spec": {
-            "maxUnavailable": _limit(pool),
+            "maxUnavailable": _limit(pool, vacated),
             "selector": {"matchLabels": dict(selector_of(pool))},
             # A pod whose engine does not even start protects nobody by holding up the drain of its node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -61,17 +80,18 @@ def wanted_budget(pool: Mapping[str, Any]) -> Obj | None:
     }
 
 
-def _limit(pool: Mapping[str, Any]) -> int | str:
+def _limit(pool: Mapping[str, Any], vacated: int) -> int | str:
     """``spec.disruptionBudget.maxUnavailable`` as Kubernetes must be told it.
 
-    It counts from spec.replicas, by the scale subresource. Where spec.active keeps pods from being made, those would
-    use the allowance up, and no engine could ever be evicted: they are added to it.
+    It counts from spec.replicas, by the scale subresource. Where spec.active keeps pods from being made, or a trainer
+    has the devices of some, those would use the allowance up, and no engine could be evicted: they are added to it.
     """
     asked: int | str | None = (pool["spec"].get("disruptionBudget") or {}).get("maxUnavailable")
     asked = DEFAULT_UNAVAILABLE if asked is None else asked
     if adopts(pool):
         return asked
-    replicas, wanted = int(pool["spec"].get("replicas", 1)), wanted_pods(pool)
+    replicas = int(pool["spec"].get("replicas", 1))
+    wanted = max(0, wanted_pods(pool) - vacated)
     if wanted >= replicas:
         return asked
     count = asked if isinstance(asked, int) else math.ceil(int(asked.rstrip("%")) * wanted / 100)
@@ -89,9 +109,11 @@ class BudgetPlan:
     taken: bool = False
 
 
-def plan_budget(pool: Mapping[str, Any], existing: Mapping[str, Any] | None) -> BudgetPlan:
+def plan_budget(
+    pool: Mapping[str, Any], existing: Mapping[str, Any] | None, *, vacated: int = 0, countable: bool = True
+) -> BudgetPlan:
     """Compare what is there with what should be."""
-    wanted = wanted_budget(pool)
+    wanted = wanted_budget(pool, vacated=vacated, countable=countable)
     if existing is None:
         return BudgetPlan(create=wanted)
     meta = existing["metadata"]
@@ -120,13 +142,16 @@ class Allowance:
 def allowances(budgets: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> tuple[Allowance, ...]:
     """What every budget of the namespace says about these pods, ours among them.
 
-    One whose controller has not looked at its present spec allows nobody. Expressions are not evaluated: a budget that
-    has some counts for every pod that its labels match, which is never too few.
+    One whose controller has not looked at its present spec allows nobody. An empty selector means every pod, none at
+    all means none. Expressions are not evaluated: a budget that has some counts for every pod that its labels match,
+    which is never too few.
     """
     found = []
     listed = list(pods)
     for budget in budgets:
-        selector = (budget.get("spec") or {}).get("selector") or {}
+        selector = (budget.get("spec") or {}).get("selector")
+        if selector is None:
+            continue
         match = selector.get("matchLabels") or {}
         covered = frozenset(
             str(p["metadata"]["uid"]) for p in listed if match.items() <= (p["metadata"].get("labels") or {}).items()

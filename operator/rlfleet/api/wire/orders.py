@@ -62,7 +62,8 @@ class EnrollRequest(Request):
     engine_process: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None,
         description="what the kubelet calls the engine's present container; only told where it may restart in place "
-        "(adopted pods). Another one than before is another engine process: the gate stores a new incarnation",
+        "(adopted pods). Another one than before is another engine process: the gate stores a new incarnation. One "
+        "that was replaced already comes from a view that lags behind, and is passed over",
     )
 
     def digest(self) -> str:
