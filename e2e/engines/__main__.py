@@ -42,7 +42,9 @@ def _test(arguments: list[str]) -> int:
     if subprocess.run([unshare, "-n", "true"], check=False).returncode != 0:
         print("make test-engines needs root: it runs in a network namespace of its own", file=sys.stderr)
         return 1
-    command = [sys.executable, "-m", "pytest", "-m", "engines", "e2e/scenarios", "tests", *arguments]
+    # Without a path among them, all tests are looked through.
+    where = [] if any((ROOT / a.partition("::")[0]).exists() for a in arguments) else ["e2e/scenarios", "tests"]
+    command = [sys.executable, "-m", "pytest", "-m", "engines", *where, *arguments]
     namespaced = [unshare, "-n", "--", "sh", "-c", f'{ip} link set lo up && exec "$@"', "sh", *command]
     environment = os.environ | {INSIDE: "1", "PYTHONPATH": f"{ROOT}/operator:{ROOT}"}
     return subprocess.run(namespaced, cwd=ROOT, env=environment, check=False).returncode
@@ -54,7 +56,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     made = commands.add_parser("install", help="make the environments that are not there yet")
     made.add_argument("engines", nargs="*", metavar="ENGINE", help=f"of {', '.join(ENVIRONMENTS)} (default: all)")
-    commands.add_parser("test", help="run the tests with real engines; further arguments go to pytest")
+    commands.add_parser("test", help="run the tests with real engines; further arguments (paths, -k, -m) go to pytest")
     known, rest = parser.parse_known_args()
     if known.command == "test":
         return _test(rest)

@@ -2,6 +2,7 @@
 
 ``python -m e2e.scenarios.publisher`` in a pod. POST /publish {"version": n, "seed": s, "change": ...} puts a real
 state dict of the reference model into the sender and answers the manifest's digest, or 409 with the sender's error.
+MODEL names the model (of e2e.sim.model; "tiny").
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from rlfleet.sender import WeightSender
 CONTROL_PORT = 9451
 
 
-def state(seed: int, change: str | None, bulk_mib: int = 0) -> dict[str, torch.Tensor]:
+def state(seed: int, change: str | None, bulk_mib: int = 0, pieces: int = 1) -> dict[str, torch.Tensor]:
     """The reference model's weights for a seed, optionally broken in one way that a trainer might break them.
 
-    ``bulk_mib``: that many MiB of a tensor that the engine does not know (it ignores such names, as real engines do),
-    so that a transfer takes long enough to be interrupted.
+    ``bulk_mib``: that many MiB of ``pieces`` tensors that the engine does not know (it ignores such names, as real
+    engines do), so that a transfer takes long enough to be interrupted.
     """
-    weights = dict(torch_state(MODELS["tiny"], seed))
-    if bulk_mib:
-        weights["bulk"] = torch.full((bulk_mib << 18,), float(seed))
+    weights = dict(torch_state(MODELS[os.environ.get("MODEL", "tiny")], seed))
+    for piece in range(pieces if bulk_mib else 0):
+        weights["bulk" if pieces == 1 else f"bulk.{piece}"] = torch.full(((bulk_mib << 18) // pieces,), float(seed))
     first = next(iter(weights))
     if change == "empty":
         return {}
@@ -70,7 +71,8 @@ def main() -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             order: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            weights = state(int(order.get("seed", 0)), order.get("change"), int(order.get("bulk", 0)))
+            bulk, pieces = int(order.get("bulk", 0)), int(order.get("pieces", 1))
+            weights = state(int(order.get("seed", 0)), order.get("change"), bulk, pieces)
             if folder := order.get("save"):
                 _save(Path(folder), weights)
             try:

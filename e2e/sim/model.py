@@ -48,6 +48,10 @@ class ModelConfig:
 MODELS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(),
     "small": ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=192, head_size=16),
+    # Large enough for the kernels of real engines, which take it as a Llama (e2e.engines.tiny).
+    "llama": ModelConfig(
+        vocab_size=320, hidden_size=128, heads=4, kv_heads=2, head_size=32, intermediate_size=352, context_length=1024
+    ),
 }
 
 

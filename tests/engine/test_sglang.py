@@ -154,6 +154,31 @@ async def test_facts_of_other_versions(server: Server, adapter: SGLangAdapter) -
     assert not {Capability.LABEL, Capability.SERIALIZED, Capability.BROADCAST} & unlabelled.capabilities
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("enable_lora", True, "LoRA"),
+        ("lora_paths", ["a=/adapters/a"], "LoRA"),
+        ("quantization", "fp8", "--quantization fp8"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE"),
+        ("ep_size", 2, "--ep-size 2"),
+    ],
+)
+async def test_what_a_round_would_leave_as_it_was_is_refused_by_name(
+    server: Server, adapter: SGLangAdapter, field: str, value: object, words: str
+) -> None:
+    absent = {"enable_lora": None, "lora_paths": None, "quantization": None, "speculative_algorithm": None}
+    server.answer("GET", "/server_info", (200, INFO | absent | {"ep_size": 1}))
+    assert (await adapter.facts(2)).refused is None
+    server.answer("GET", "/server_info", (200, INFO | absent | {field: value}))
+    assert words in str((await adapter.facts(2)).refused)
+
+
+async def test_without_a_path_that_proves_a_pause_the_engine_is_refused(server: Server, adapter: SGLangAdapter) -> None:
+    server.missing = {"/ready"}
+    assert "0.5.20" in str((await adapter.facts(2)).refused)
+
+
 async def test_sessions_only_where_the_version_has_them(server: Server, adapter: SGLangAdapter) -> None:
     bucket = Bucket(["a"], ["float32"], [(2, 3)])
     server.missing = {"/begin_weight_update", "/end_weight_update"}
@@ -217,12 +242,43 @@ async def test_a_pause_that_changed_nothing_is_found(
         await adapter.pause(PauseMode.RETRACT, drain_seconds=0)
     server.answer("GET", "/ready", (503, None))
     server.answer("GET", "/v1/loads", (200, {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]}))
+    server.answer("POST", "/flush_cache", (400, "Flush cache failed."))
     with pytest.raises(Refused, match="still not paused"):
         await adapter.pause(PauseMode.ABORT, drain_seconds=0)
     server.answer("GET", "/v1/loads", (200, {"no": "counts"}))
     with pytest.raises(Refused, match="still not paused"):
         await adapter.pause(PauseMode.ABORT, drain_seconds=0)
     assert server.sent("/pause_generation") == [{"mode": "retract"}, {"mode": "abort"}, {"mode": "abort"}]
+
+
+async def test_counts_of_before_the_pause_are_read_as_what_became_of_them(
+    server: Server, adapter: SGLangAdapter
+) -> None:
+    """A scheduler that is paused counts no more, and says for ever what ran when the pause came."""
+    server.answer("GET", "/v1/loads", (200, {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]}))
+    server.answer("GET", "/ready", (503, None))
+    view = await adapter.view(2)
+    assert (view.running, view.waiting) == (2, 1)  # not known to be paused: taken at its word
+    await adapter.pause(PauseMode.RETRACT, drain_seconds=0)
+    view = await adapter.view(2)
+    assert (view.running, view.waiting) == (0, 3)
+    # The next pause aborts what waits. Only a flush can tell, for the counts do not.
+    server.answer("POST", "/flush_cache", (400, "Flush cache failed."), (200, "ok"))
+    await adapter.pause(PauseMode.ABORT, drain_seconds=0)
+    assert len(server.sent("/flush_cache")) == 2
+    view = await adapter.view(2)
+    assert (view.running, view.waiting) == (0, 0)
+
+
+async def test_a_retraction_is_proven_by_the_scheduler_and_not_by_the_front_end(
+    server: Server, adapter: SGLangAdapter
+) -> None:
+    server.answer("GET", "/ready", (503, None))
+    server.answer("GET", "/server_info", (500, {"message": "scheduler is stuck"}))
+    with pytest.raises(Refused, match="still not paused"):
+        await adapter.pause(PauseMode.RETRACT, drain_seconds=0, seconds=0.5)
+    server.answer("GET", "/server_info", (200, INFO))
+    await adapter.pause(PauseMode.RETRACT, drain_seconds=0)
 
 
 async def test_a_stale_not_ready_is_healed_by_the_engines_own_health_check(

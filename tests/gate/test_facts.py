@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from rlfleet.engine import Capability
 from rlfleet.engine.sglang import SGLangAdapter
 from rlfleet.gate.links import EngineLink
 from rlfleet.gate.store import Store
+from tests.engine.test_sglang import INFO, Server, serving
 
 
 async def test_many_that_ask_for_facts_of_an_engine_that_is_not_there_all_get_an_answer(tmp_path: Path) -> None:
@@ -44,6 +46,24 @@ async def test_who_waits_for_facts_of_a_process_that_is_replaced_goes_on_without
         await link.close()
         await ended.wait()
         silent.close()
+
+
+async def test_an_engine_of_an_unknown_version_takes_no_weights_unless_that_is_allowed(tmp_path: Path) -> None:
+    async with serving(Server()) as server:
+        server.answer("GET", "/server_info", (200, INFO | {"version": "0.6.0"}))
+        found = []
+        for allow in (False, True):
+            store = Store(tmp_path / str(allow))
+            link = EngineLink(SGLangAdapter(server.url), store, allow_unknown_version=allow)
+            while (facts := await link.facts()) is None:
+                pass
+            _, report = await link.observe(busy=False)
+            found.append((Capability.SERIALIZED in facts.capabilities, report.refused))
+            await link.close()
+    (loads, refused), allowed = found
+    assert not loads
+    assert "0.6.0 is not known" in str(refused)
+    assert allowed == (True, None)
 
 
 async def ask(link: EngineLink) -> object:

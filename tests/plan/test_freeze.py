@@ -51,6 +51,13 @@ def test_every_live_engine_whose_gate_answers_is_a_member() -> None:
     assert members(plan(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
 
 
+def test_an_engine_that_takes_no_weights_is_refused_in_the_words_of_its_gate() -> None:
+    report = wire.EngineReport(state=wire.EngineState.READY, type="SGLang", refused="SGLang 9.9 is not known")
+    found = plan([engine("a", gate()), engine("b", gate(engine=report))])
+    assert isinstance(found, Refusal)
+    assert (found.reason, found.message) == (Reason.UNSUPPORTED, "engine b: SGLang 9.9 is not known")
+
+
 PAUSES = ("Serialized", "Broadcast", "Checksum", "Pause/Abort", "Pause/Wait")
 
 

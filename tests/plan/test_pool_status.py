@@ -147,6 +147,18 @@ def test_router_that_keeps_engines_from_starting_is_a_named_condition() -> None:
     assert found["engines"][0]["failure"].startswith("RouterUnreachable")
 
 
+def test_engines_that_take_no_weights_are_said_in_the_words_of_their_gates() -> None:
+    found = row(0)
+    assert found.gate is not None
+    report = found.gate.engine.model_copy(update={"refused": "SGLang 9.9 is not known"})
+    refused = replace(found, gate=found.gate.model_copy(update={"engine": report}))
+    said = status(refused, row(1))
+    assert condition(said, "Degraded") == ("True", "Unsupported")
+    message = next(c["message"] for c in said["conditions"] if c["type"] == "Degraded")
+    assert "1 engines take no weights" in message
+    assert "SGLang 9.9 is not known" in message
+
+
 def test_outdated_pods_are_counted() -> None:
     r = row(0)
     found = status(Row(r.pod, r.derived, r.gate, r.answered, outdated=True), row(1))

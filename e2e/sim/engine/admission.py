@@ -228,8 +228,11 @@ class Admission:
         return self._labels.server_info(running, self._config.context_length, memory_saver=self.memory.saver)
 
     def loads(self) -> Answer:
-        """Request counts of the only data-parallel rank, from a snapshot (answers while the scheduler is stuck)."""
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        """Request counts of the only data-parallel rank, from a snapshot (answers while the scheduler is stuck).
+
+        While the scheduler is paused they stay what they were before.
+        """
+        running, waiting = self.scheduler.snapshot
         load = {
             "dp_rank": 0,
             "num_running_reqs": running,

@@ -108,6 +108,8 @@ class Scheduler:
         self.running: list[GenerateRequest] = []
         self.waiting: deque[GenerateRequest] = deque()
         self.counters = Counters()
+        #: Running and waiting requests as told outside; a paused scheduler renews it no more than the real one does.
+        self.snapshot = (0, 0)
         self._model = model
         self._free = list(range(slots))
         self._slots = slots
@@ -180,11 +182,12 @@ class Scheduler:
                     idle = self.paused or not (self.running or self.waiting)
                     work = self._inbox.get(block=idle)
                 except queue.Empty:
-                    self._step()
-                    continue
+                    work = self._step
                 if work is None:
                     return
                 work()
+                if not self.paused:
+                    self.snapshot = (len(self.running), len(self.waiting))
         except Exception as error:
             log.exception("scheduler died")
             self._fatal(f"scheduler hit an exception: {error!r}")

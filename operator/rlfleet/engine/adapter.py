@@ -52,6 +52,8 @@ class Facts:
     capabilities: frozenset[Capability]
     memory_tags: tuple[MemoryTag, ...] = ()
     """Parts of device memory that it can give back (with capability Offload)."""
+    refused: str | None = None
+    """Why no weights may be brought to this engine at all, and what to do; None: nothing speaks against it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 Facts this rests on (SGLang 0.5.23 and neighbours):
 - bodies are required even when every field has a default, so ``{}`` is sent;
-- ``/pause_generation`` and ``/continue_generation`` answer 200 whatever happened: the state is read back;
+- ``/pause_generation`` and ``/continue_generation`` answer 200 whatever happened: the state is read back. With mode
+  ``retract`` the front end only passes the order on; the scheduler carries it out before anything that is asked later.
+  A scheduler that is paused counts no more: ``/v1/loads`` shows for ever what ran when the pause came;
 - ``/ready`` is 200 only if not paused, started, and the last health check was good. 200 proves "not paused"; 503 has
   three causes. A health check that fails while paused leaves ``/ready`` at 503 after the resume, until one succeeds;
-- versions since the middle of 2026 demand a begin/end session around broadcast updates, older ones do not have it;
+- versions since 0.5.21 demand a begin/end session around broadcast updates, older ones do not have it. Before 0.5.20
+  there is no ``/ready``, and nothing else that proves a pause;
 - the defaults of ``flush_cache`` and ``abort_all_requests`` would flush under load or abort every running request, so
   both are always sent as false and flushing is a step of its own;
 - ``/release_memory_occupation`` answers 200 without the memory saver too, and then frees nothing. With a request in
@@ -34,6 +37,8 @@ PAUSE_SECONDS = 20.0
 RESUME_SECONDS = 30.0
 
 _SESSION = "/begin_weight_update"
+_READY = "/ready"
+_NO_READY = "this SGLang has no /ready, so that a pause can not be proven: use 0.5.20 or later"
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 _TAGS = {MemoryTag.WEIGHTS: "weights", MemoryTag.KV_CACHE: "kv_cache", MemoryTag.CUDA_GRAPH: "cuda_graph"}
 _PROBED = {
@@ -59,6 +64,8 @@ class SGLangAdapter:
         self._user = bearer(api_key)
         self._admin = bearer(admin_key or api_key)
         self._sessions: bool | None = None
+        #: How the pause came about that was verified last and not ended since.
+        self._paused: PauseMode | None = None
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
@@ -70,12 +77,12 @@ class SGLangAdapter:
         """Detect version, layout and capabilities. Goes through the scheduler, so it waits while that is blocked."""
         info = await self._get("/server_info", "/get_server_info", seconds)
         capabilities = {Capability.PAUSE_ABORT, Capability.PAUSE_WAIT}
-        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION, _RELEASE)))
+        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION, _RELEASE, _READY)))
         for (_, capability), there in zip(_PROBED.items(), exists, strict=False):
             if there:
                 capabilities.add(capability)
-        self._sessions = exists[-2]
-        if exists[-1] and info.get("enable_memory_saver") is True:
+        self._sessions = exists[-3]
+        if exists[-2] and info.get("enable_memory_saver") is True:
             capabilities.add(Capability.OFFLOAD)
         if as_int(info.get("dp_size")) not in (None, 1):
             # The engine itself refuses a broadcast group over data-parallel replicas.
@@ -93,6 +100,7 @@ class SGLangAdapter:
             model=str(info.get("served_model_name") or info.get("model_path") or ""),
             capabilities=frozenset(capabilities),
             memory_tags=tuple(_TAGS) if Capability.OFFLOAD in capabilities else (),
+            refused=_refused(info) if exists[-1] else _NO_READY,
         )
 
     async def _exists(self, path: str, seconds: float) -> bool:
@@ -109,9 +117,13 @@ class SGLangAdapter:
             return View(reachable=False)
         model = info.body if info is not None and info.status == 200 and isinstance(info.body, dict) else {}
         running, waiting = _counts(loads)
+        admitting = None if ready is None or ready.status not in (200, 503) else ready.status == 200
+        if admitting is False and self._paused is not None and running is not None and waiting is not None:
+            # The counts are those of the moment before: what ran then waits now, or was aborted.
+            running, waiting = 0, 0 if self._paused is PauseMode.ABORT else running + waiting
         return View(
             reachable=True,
-            admitting=None if ready is None or ready.status not in (200, 503) else ready.status == 200,
+            admitting=admitting,
             label=as_text(model.get("weight_version")),
             model=as_text(model.get("served_model_name")) or as_text(model.get("model_path")),
             running=running,
@@ -137,6 +149,8 @@ class SGLangAdapter:
     async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
         """Pause and prove it: the engine admits nothing now, and nothing runs.
 
+        Retracted requests are proven by an answer of the scheduler to a later question. Aborted ones by its counts; or,
+        where it was paused before and counts no more, by a flush, which it refuses as long as anything runs.
         Only together with "it did admit requests before", which the caller has seen, does this prove a pause: "does
         not admit" alone could be a failed health check.
         """
@@ -145,16 +159,38 @@ class SGLangAdapter:
             raise Refused("pause", 400, "SGLang can not flush its cache under requests that are kept; use Retract")
         if mode is PauseMode.WAIT:
             await self._drain(drain_seconds)
+        self._paused = None
         wire_mode = "abort" if mode is PauseMode.ABORT else "retract"
         deadline = time.monotonic() + seconds
         await self._control("/pause_generation", {"mode": wire_mode}, seconds)
-        async for _ in polls(deadline):
+        async for left in polls(deadline):
             view = await self.view(QUICK)
-            # Aborts end after their call returned, and an aborting scheduler still runs: what waits there would start.
-            idle = view.running == 0 and (mode is not PauseMode.ABORT or view.waiting == 0)
-            if view.admitting is False and idle:
+            if view.admitting is not False:
+                continue
+            if mode is PauseMode.ABORT:
+                proven = (view.running, view.waiting) == (0, 0) or await self._flushes(left)
+            else:
+                proven = await self._scheduler_answers(left)
+            if proven:
+                self._paused = mode
                 return
         raise Refused("POST /pause_generation", 200, f"still not paused after {seconds:g} s ({view})")
+
+    async def _scheduler_answers(self, seconds: float) -> bool:
+        """Whether the scheduler answers a question that is asked now: then it has done all that it was told before."""
+        try:
+            await self._get("/server_info", "/get_server_info", seconds)
+        except CallError:
+            return False
+        return True
+
+    async def _flushes(self, seconds: float) -> bool:
+        """Whether the scheduler flushes now, after the aborts that it was sent: nothing runs then."""
+        try:
+            await self._control("/flush_cache", {}, seconds)
+        except CallError:
+            return False
+        return True
 
     async def _drain(self, seconds: float) -> None:
         """Wait until nothing runs or waits, at most ``seconds``; what is left is retracted by the pause."""
@@ -165,6 +201,7 @@ class SGLangAdapter:
 
     async def resume(self) -> None:
         """Continue generation (idempotent) and wait until the engine admits requests."""
+        self._paused = None
         await self._control("/continue_generation", {}, QUICK * 5)
         if not await self.heal_readiness(RESUME_SECONDS):
             raise Refused("POST /continue_generation", 200, f"still not ready after {RESUME_SECONDS:g} s")
@@ -304,8 +341,7 @@ class SGLangAdapter:
         """
         try:
             if not memory_here:
-                await self._get("/server_info", "/get_server_info", seconds)
-                return True
+                return await self._scheduler_answers(seconds)
             return await self.checksum(seconds) is not None
         except CallError:
             return False
@@ -323,6 +359,21 @@ class SGLangAdapter:
         if isinstance(answer.body, dict) and answer.body.get("success") is False:
             raise Refused(f"POST {path}", answer.status, explain(answer))
         return answer
+
+
+def _refused(info: dict[str, Any]) -> str | None:
+    """What this engine holds besides plain weights, or in another form, which a round would leave as it was."""
+    quantized, draft = info.get("quantization"), info.get("speculative_algorithm")
+    what = None
+    if info.get("enable_lora") or info.get("lora_paths"):
+        what = "LoRA adapters (--enable-lora, --lora-paths)"
+    elif quantized:
+        what = f"quantised weights (--quantization {quantized})"
+    elif draft:
+        what = f"a draft model (--speculative-algorithm {draft})"
+    elif (as_int(info.get("ep_size")) or 1) > 1:
+        what = f"experts spread over ranks (--ep-size {info['ep_size']})"
+    return f"{what} can not be kept on the trainer's weights: start the engine without" if what else None
 
 
 def _counts(answer: Answer | None) -> tuple[int | None, int | None]:

@@ -46,7 +46,7 @@ class Gate:
             config=config,
             store=self.store,
             area=StagingArea(config.staging_dir, config.capacity_bytes),
-            engine=EngineLink(adapter, self.store),
+            engine=EngineLink(adapter, self.store, allow_unknown_version=config.allow_unknown_version),
             routers=Routers(self.store),
             devices=Devices(config.node, config.devices, is_own=of_pod(config.pod_uid)),
             metrics=GateMetrics(),

@@ -52,6 +52,8 @@ class GateConfig:
     """Not ready before the first weights came; False: ready as soon as a model is loaded."""
     checkpoint_dir: Path | None = None
     """Where checkpoints lie, here and in the engine; None: the pod mounts none."""
+    allow_unknown_version: bool = False
+    """Drive an engine of a version that rlfleet.engine.known does not list."""
     tls_dir: Path | None = None
     """Folder with tls.crt and tls.key; None: plain HTTP."""
 
@@ -105,6 +107,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         router_quiet_seconds=_number(env, "RLFLEET_ROUTER_QUIET_SECONDS", 5.0),
         ready_when_proven=_switch(env, "RLFLEET_READY_WHEN_PROVEN"),
         checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
+        allow_unknown_version=_switch(env, "RLFLEET_ENGINE_ALLOW_UNKNOWN_VERSION"),
         tls_dir=Path(text) if (text := env.get("RLFLEET_TLS_DIR", "").strip()) else None,
     )
 

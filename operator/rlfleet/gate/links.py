@@ -16,13 +16,15 @@ from dataclasses import replace
 
 from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
 from rlfleet.calls import CallError
-from rlfleet.engine import Capability, EngineAdapter, Facts, View
+from rlfleet.engine import Capability, EngineAdapter, Facts, View, known
 from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
 from rlfleet.router import RouterAdapter, make_router, normal
 
 log = logging.getLogger(__name__)
 
+#: What an engine that is refused is not asked for, whoever looks at its capabilities only.
+_LOADS = frozenset({Capability.SERIALIZED, Capability.BROADCAST})
 #: Seconds for the questions behind one status answer; operators wait 5 s for it.
 STATUS_SECONDS = 1.5
 ROUTER_SECONDS = 1.5
@@ -33,9 +35,10 @@ CHECKSUM_SECONDS = 10.0
 class EngineLink:
     """The engine process beside this gate."""
 
-    def __init__(self, adapter: EngineAdapter, store: Store) -> None:
+    def __init__(self, adapter: EngineAdapter, store: Store, *, allow_unknown_version: bool = False) -> None:
         self.adapter = adapter
         self._store = store
+        self._allow_unknown_version = allow_unknown_version
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
         self._met = False
@@ -78,7 +81,11 @@ class EngineLink:
         except CallError as e:
             log.debug("engine facts are not known yet: %s", e)
             return None
-        return facts
+        unknown = None if self._allow_unknown_version else known.refusal(self.adapter.type, facts.version)
+        if facts.refused is None and unknown is None:
+            return facts
+        log.error("no weights can be brought to this engine: %s", facts.refused or unknown)
+        return replace(facts, refused=facts.refused or unknown, capabilities=facts.capabilities - _LOADS)
 
     async def _checksum_means_something(self) -> bool:
         """Asked once, while nothing is served yet: that the path exists does not say that its hashes hash anything."""
@@ -106,6 +113,7 @@ class EngineLink:
             running=view.running,
             waiting=view.waiting,
             model=view.model or (facts.model if facts else None),
+            refused=facts.refused if facts else None,
         )
 
     def _disprove(self, label: str, version: int) -> None:

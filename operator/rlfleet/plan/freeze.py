@@ -202,6 +202,8 @@ def _mounts(e: Engine, path: str | None) -> Refusal | None:
 
 def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str, cut: Cut) -> Refusal | None:
     assert e.status is not None
+    if e.status.engine.refused is not None:
+        return Refusal(Reason.UNSUPPORTED, f"engine {e.name}: {e.status.engine.refused}")
     capabilities = set(e.status.capabilities)
     # A checkpoint is loaded from a directory, as what was pushed is.
     needed = Transport.SERIALIZED if transport is Transport.CHECKPOINT else transport

@@ -319,6 +319,12 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
                 Reason.ENGINES_QUARANTINED, f"{len(quarantined)} engines, among them {name}: {first.derived.failure}"
             )
         )
+    refused = [r for r in rows if r.gate is not None and r.gate.engine.refused is not None]
+    if refused:
+        gate = refused[0].gate
+        assert gate is not None
+        text = f"{len(refused)} engines take no weights, among them {refused[0].pod.name}: {gate.engine.refused}"
+        problems.append(Problem(Reason.UNSUPPORTED, text[:1000]))
     sleepless = [r for r in rows if r.derived.reason in _SLEEPY - {Reason.OFFLOADING}]
     if sleepless:
         first = sleepless[0]

@@ -34,6 +34,9 @@ class EngineReport(Report):
     running: int | None = None
     waiting: int | None = None
     model: str | None = None
+    refused: str | None = Field(
+        default=None, description="why no weights can be brought to this engine, and what to do; null: nothing is known"
+    )
 
 
 class HoldsRecord(Report):
