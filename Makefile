@@ -100,7 +100,7 @@ lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock,
 	  --generate-hashes --no-emit-index-url --no-header --override $$e.overrides $$e.in -o $$e.lock); done
 
 bench: $(STAMP) ## benchmarks, as ratios against a baseline of the same run
-	@for b in bench/*_leg.py bench/takeover.py; do echo "== $$b"; $(BIN)/python "$$b"; done
+	@for b in bench/*_leg.py bench/discovery.py bench/takeover.py; do echo "== $$b"; $(BIN)/python "$$b"; done
 
 clean: ## remove .venv and caches of tools (not the built Kubernetes programs)
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site

@@ -1,4 +1,4 @@
-"""``python -m e2e.reference --write|--check``: OpenAPI documents of gate and sender, and the page of settings.
+"""``python -m e2e.reference --write|--check``: OpenAPI documents, and the page of settings.
 
 Invariant: the output depends on the code only, so a difference always means that somebody forgot ``--write``.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlfleet.api import generated, openapi
+from rlfleet.api.discovery import DiscoveryProblem
 from rlfleet.app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,8 @@ def settings() -> str:
         "# Settings of the operator",
         "",
         "`rlfleet operator` reads each setting from its flag, else from its variable, else takes the default. A value",
-        "that can not be used ends it at start, with the setting's name. In the chart they are `settings.*` and",
+        "that can not be used ends it at start, with the setting's name; in a variable that is Dynamo's (`DYN_*`) it",
+        "counts as unset, as it does there. In the chart they are `settings.*`, `discovery.*` and",
         "`extraArgs` ([values](../../charts/rlfleet/README.md)). What a trainer's sender takes is in its docstring, "
         "what",
         "a gate is told comes from its EnginePool.",
@@ -46,6 +48,11 @@ def settings() -> str:
 def files() -> dict[str, str]:
     """Path below the root -> text."""
     return {
+        "docs/reference/discovery.openapi.json": _text(
+            openapi.document(
+                "rlfleet worker discovery", openapi.DISCOVERY, problem=DiscoveryProblem, token=openapi.READERS
+            )
+        ),
         "docs/reference/gate.openapi.json": _text(openapi.document("rlfleet gate", openapi.GATE)),
         "docs/reference/sender.openapi.json": _text(openapi.document("rlfleet weight sender", openapi.SENDER)),
         "docs/reference/settings.md": settings(),

@@ -107,6 +107,11 @@ class Listener:
         self._runner = runner
         self._server = server
 
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._server.sockets[0].getsockname()[1])
+
     async def close(self) -> None:
         """Take no new connection, let open calls end for a moment, close all connections."""
         self._server.close()
@@ -122,9 +127,13 @@ async def listen(
     idle_seconds: float = IDLE_SECONDS,
     read_buffer: int = 2**16,
     tls: ServerTLS | None = None,
+    cancel: bool = False,
 ) -> Listener:
-    """Serve ``app`` at an address and port, or on a socket that listens already; with ``tls`` over nothing else."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_seconds)
+    """Serve ``app`` at an address and port, or on a socket that listens already; with ``tls`` over nothing else.
+
+    ``cancel``: a client that hangs up ends its handler, too. For handlers that only read.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_seconds, handler_cancellation=cancel)
     await runner.setup()
     server = runner.server
     assert server is not None

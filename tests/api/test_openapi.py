@@ -1,4 +1,4 @@
-"""The OpenAPI documents of gate and sender: valid, complete, and about what the servers really have."""
+"""The OpenAPI documents: valid, complete, and about what the servers really have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from openapi_spec_validator import validate
 from e2e.reference import __main__ as command
 from rlfleet.api import openapi, wire
 from rlfleet.api.tokens import Scope
+from rlfleet.discovery.server import DiscoveryServer
 from rlfleet.gate.server import GateServer
 from rlfleet.sender.server import Server
 
 #: Routes are bound methods of the server; none is called here, so the servers need nothing to serve.
-SERVERS: dict[str, Any] = {"gate": GateServer, "sender": Server}
-CALLS = {"gate": openapi.GATE, "sender": openapi.SENDER}
+SERVERS: dict[str, Any] = {"gate": GateServer, "sender": Server, "discovery": DiscoveryServer}
+CALLS = {"gate": openapi.GATE, "sender": openapi.SENDER, "discovery": openapi.DISCOVERY}
 both = pytest.mark.parametrize("name", SERVERS)
 
 
@@ -42,7 +43,7 @@ def test_every_call_without_a_token_is_a_probe(name: str) -> None:
     known = {scope.value for scope in Scope}
     for call in CALLS[name]:
         assert set(call.scopes) <= known
-        assert bool(call.scopes) == call.path.startswith("/v1/")
+        assert bool(call.scopes) == (call.path.startswith("/v1/") and not call.readers_token)
 
 
 def test_bodies_are_the_models_that_are_parsed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from rlfleet import __version__
 from rlfleet.app import settings
 from rlfleet.app.cli import main
+from rlfleet.plan.discovery import Naming
 from rlfleet.plan.leader import Timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,9 +63,35 @@ def test_switches_and_lists() -> None:
     assert loaded(*lease).timing() == Timing(5, 3, 0.5)
 
 
+def test_dynamos_variables_are_read_as_dynamo_reads_them(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = loaded(
+        DYN_ENABLE_RL="1", DYN_RL_PORT="9001", DYN_NAMESPACE="prod", DYN_RL_ENDPOINT="admin",
+        DYN_RL_COMPONENTS=" a, ,b ", DYN_RL_COMPONENT="c", DYN_RL_REQUEST_TIMEOUT_SECS="7",
+        DYN_RL_MAX_CONCURRENT_PROBES="3",
+    )  # fmt: skip
+    assert (chosen.discovery, chosen.discovery_port, chosen.discovery_request_timeout_seconds) == (True, 9001, 7)
+    assert chosen.discovery_naming() == Naming("prod", "admin", frozenset({"a", "b"}))
+    assert chosen.discovery_max_concurrent_probes == 3
+    assert loaded(DYN_RL_COMPONENTS=" , ", DYN_RL_COMPONENT="c").discovery_components == ("c",)
+    assert loaded("--discovery-components=x", DYN_RL_COMPONENTS="a").discovery_components == ("x",)
+    assert not caplog.records
+    unusable = {
+        "DYN_ENABLE_RL": "maybe", "DYN_RL_PORT": "70000", "DYN_NAMESPACE": "a.b", "DYN_RL_ENDPOINT": "",
+        "DYN_RL_REQUEST_TIMEOUT_SECS": "soon", "DYN_RL_MAX_CONCURRENT_PROBES": "0",
+    }  # fmt: skip
+    assert loaded(**unusable) == loaded()
+    assert {r.args[0] for r in caplog.records if isinstance(r.args, tuple)} == unusable.keys()
+    assert not loaded().discovery
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--discovery-port", "70000"), r"--discovery-port \(DYN_RL_PORT\): 70000 can not be used"),
+        (("--discovery-max-concurrent-probes", "0"), "0 can not be used"),
+        (("--discovery-request-timeout-seconds", "soon"), "'soon' is no int"),
+        (("--discovery-namespace", "a.b"), "'a.b' can not be used"),
+        (("--discovery-auth", "tokn"), "must be none or token"),
         (("--api-qps", "0"), r"--api-qps \(RLFLEET_API_QPS\) must be at least"),
         (("--concurrency", "many"), "'many' is no int"),
         (("--log-format", "xml"), "must be json or text"),
@@ -165,3 +193,32 @@ def test_a_taken_address_for_probes_ends_the_operator_with_one_line() -> None:
     assert "--health-bind" in output
     assert "in use" in output
     assert "Traceback" not in output
+
+
+def test_a_taken_address_for_worker_discovery_ends_the_operator_too(tmp_path: Path) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        kubeconfig.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1", "kind": "Config", "users": [{"name": "u", "user": {"token": "t"}}],
+                    "clusters": [{"name": "c", "cluster": {"server": server}}], "current-context": "x",
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                }
+            )
+        )  # fmt: skip
+        flags = ("--discovery", f"--discovery-port={taken.getsockname()[1]}", f"--kubeconfig={kubeconfig}")
+        more = ("--health-bind=127.0.0.1:0", "--web-bind=", "--log-format=text", "--leader-elect=false")
+        done = subprocess.run(
+            [sys.executable, "-m", "rlfleet.app.cli", "operator", *flags, *more],
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "--discovery-port" in output
+    assert "in use" in output

@@ -186,7 +186,15 @@ def test_other_pipelines_and_pods_are_left_alone(policies: list[Obj]) -> None:
         assert allowed(policies, Pod("team-b", STRANGER), target, 1234), target
 
 
-def test_the_operator_serves_one_port(objects: list[Obj], policies: list[Obj], operator: Pod) -> None:
+def test_worker_discovery_is_read_by_those_that_are_named(policies: list[Obj], operator: Pod, tmp_path: Path) -> None:
+    assert allowed(policies, Pod("team-b", TRAINER), operator, 8002)
+    assert not allowed(policies, Pod("team-b", STRANGER), operator, 8002)
+    for values, is_open in (({"discovery": {"enabled": True}}, True), ({}, False)):
+        found = of_kind(chart(tmp_path, values), "NetworkPolicy")
+        assert allowed(found, Pod("anywhere", {}), operator, 8001) is is_open
+
+
+def test_the_operator_serves_metrics_to_everybody(objects: list[Obj], policies: list[Obj], operator: Pod) -> None:
     assert allowed(policies, Pod("anywhere", {}), operator, 9460)
     assert not allowed(policies, Pod("anywhere", {}), operator, 9461)
     # Hooks have other labels; nothing connects to them.

@@ -30,6 +30,7 @@ GIVEN = {
     "tls_secret",
     "peer_ca_file",
 }
+GIVEN |= {f.name for f in dataclasses.fields(Settings) if f.name.startswith("discovery")}
 NOT_GIVEN = {"kubeconfig", "identity", "leader_elect"}
 
 
@@ -97,14 +98,14 @@ def test_everything_that_selects_the_operator_finds_it_and_no_hook(tmp_path: Pat
     spread = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
     selectors = [
         one(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
-        one(objects, "Service")["spec"]["selector"],
+        one(objects, "Service", "rlfleet-metrics")["spec"]["selector"],
         *(constraint["labelSelector"]["matchLabels"] for constraint in spread),
     ]
     for selector in selectors:
         assert selector.items() <= labels.items()
         for job in of_kind(objects, "Job"):
             assert not selector.items() <= job["spec"]["template"]["metadata"]["labels"].items()
-    service = one(objects, "Service")
+    service = one(objects, "Service", "rlfleet-metrics")
     monitored = one(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
     assert monitored.items() <= service["metadata"]["labels"].items()
     assert one(objects, "ServiceMonitor")["metadata"]["labels"]["release"] == "prom"
@@ -146,7 +147,10 @@ def test_values_reach_the_operator(tmp_path: Path) -> None:
     assert (chosen.api_qps, chosen.poll_seconds, chosen.peer_proxy) == (1_000_000, 2.5, "http://proxy:3128")
     assert chosen.log_level == "DEBUG"
     assert chosen.health_address() == ("::", 8443)
-    assert container["ports"] == [{"name": "http-metrics", "containerPort": 8443, "protocol": "TCP"}]
+    assert container["ports"] == [
+        {"name": "http-metrics", "containerPort": 8443, "protocol": "TCP"},
+        {"name": "http-discovery", "containerPort": 8002, "protocol": "TCP"},
+    ]
     assert container["image"] == "rlfleet/operator@sha256:" + "a" * 64
     assert {"name": "A", "value": "b"} in container["env"]
     assert {"name": "extra", "mountPath": "/extra"} in container["volumeMounts"]
@@ -158,7 +162,40 @@ def test_values_reach_the_operator(tmp_path: Path) -> None:
         assert spec["nodeSelector"] == {"kubernetes.io/os": "linux"}
         assert spec["tolerations"] == [{"key": "control", "operator": "Exists"}]
         assert spec["imagePullSecrets"] == [{"name": "pull"}]
-    assert one(objects, "Service")["spec"]["ports"][0]["port"] == 8443
+    assert one(objects, "Service", "rlfleet-metrics")["spec"]["ports"][0]["port"] == 8443
+
+
+def test_worker_discovery_is_off_unless_asked_for_and_then_as_the_values_say(tmp_path: Path) -> None:
+    objects = chart(tmp_path)
+    (container,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert not parse(container["args"]).discovery
+    assert not of_kind(objects, "Service", "rlfleet-discovery")
+    assert [p["name"] for p in container["ports"]] == ["http-metrics"]
+    for values, default in (({"discovery": {"enabled": True}}, True), (ON, False)):
+        objects = chart(tmp_path, values)
+        (container,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+        chosen = parse(container["args"])
+        assert chosen.discovery
+        assert chosen.discovery_host == "0.0.0.0"
+        found = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(Settings) if "discovery_" in f.name}
+        assert found == {
+            "discovery_host": "0.0.0.0",
+            "discovery_port": 8001 if default else 8002,
+            "discovery_auth": "none" if default else "token",
+            "discovery_namespace": "dynamo" if default else "prod",
+            "discovery_endpoint": "rl" if default else "admin",
+            "discovery_components": () if default else ("actors", "critics"),
+            "discovery_request_timeout_seconds": 30 if default else 1_000_000,
+            "discovery_max_concurrent_probes": 32 if default else 64,
+        }
+        service = one(objects, "Service", "rlfleet-discovery")["spec"]
+        labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        assert service["selector"].items() <= labels.items()
+        (port,) = service["ports"]
+        (named,) = (p for p in container["ports"] if p["name"] == port["targetPort"])
+        assert port["port"] == named["containerPort"] == chosen.discovery_port
+    off = {"discovery": {"enabled": True, "service": {"enabled": False}}}
+    assert not of_kind(chart(tmp_path, off), "Service", "rlfleet-discovery")
 
 
 def test_values_given_by_set_reach_the_operator_too(tmp_path: Path) -> None:
@@ -352,6 +389,9 @@ def test_the_uninstall_job_may_let_go_of_every_finalizer_of_ours(tmp_path: Path)
         ({"watchNamespaces": ["Team_A"]}, ["/watchNamespaces/0", "pattern"]),
         ({"watchNamespaces": ["a", "a"]}, ["/watchNamespaces", "equal"]),
         ({"port": 80}, ["/port", "1,024"]),
+        ({"discovery": {"enabled": True, "port": 9460}}, ["discovery.port and port are the same"]),
+        ({"discovery": {"auth": "tokn"}}, ["/discovery/auth", "'none'", "'token'"]),
+        ({"discovery": {"namespace": "a.b"}}, ["/discovery/namespace", "pattern"]),
         ({"trainers": [{"namespace": "a", "serviceAccount": "t"}]}, ["/trainers/0", "pipelines"]),
         ({"commonLabels": {"a": 1}}, ["/commonLabels/a", "want string"]),
         ({"extraArgs": ["log-level=DEBUG"]}, ["/extraArgs/0", "pattern"]),

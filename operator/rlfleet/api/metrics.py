@@ -241,6 +241,27 @@ OPERATOR: tuple[Metric, ...] = (
         (_closed("peer", "who was called", ("gate", "sender")),),
         _CALL_SECONDS,
     ),
+    # worker discovery
+    Metric(
+        "rlfleet_discovery_requests_total",
+        C,
+        "Requests for worker discovery. Failed: nothing was known (HTTP 500). Denied: no such path, or the reader may "
+        "not see it. Busy: too many readers. Gone: the reader hung up, or did not take its answer.",
+        (_closed("result", "how they were answered", ("Ok", "Failed", "Denied", "Busy", "Gone")),),
+    ),
+    Metric(
+        "rlfleet_discovery_request_seconds",
+        H,
+        "Time of answered requests for worker discovery, until the reader had all of it.",
+        (),
+        _CALL_SECONDS,
+    ),
+    Metric(
+        "rlfleet_discovery_probes_total",
+        C,
+        "Gates asked for worker discovery. Error: it did not answer, refused, or its engine can not be used.",
+        (_closed("result", "what came of the probe", ("Ok", "Error")),),
+    ),
     # queue and reconciles
     Metric(
         "rlfleet_reconciles_total",

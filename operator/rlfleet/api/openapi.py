@@ -1,4 +1,4 @@
-"""The HTTP interfaces of gate and sender as OpenAPI 3.1 documents, made from the models that both sides parse with.
+"""The HTTP interfaces of gate, sender and worker discovery as OpenAPI 3.1, made from the models that are on the wire.
 
 Invariant: a path is described here if and only if its server has it (a test compares both ways), and bodies are the
 wire models themselves, so a document cannot promise a field that the server refuses.
@@ -15,17 +15,25 @@ from pydantic.json_schema import models_json_schema
 
 from rlfleet import __version__
 from rlfleet.api import wire
+from rlfleet.api.discovery import RLWorkers
 from rlfleet.api.manifest import Manifest
 
 _REF: Final = "#/components/schemas/{model}"
 _READ: Final = ("read", "control")
 _CONTROL: Final = ("control",)
 _PUSH: Final = ("push",)
+#: What a token is where the operator calls.
+SIGNED: Final = "Signed by the operator (EdDSA); audience: the pod's UID. Scopes are claims of it."
+#: What it is where others call the operator.
+READERS: Final = (
+    "The reader's own, of a ServiceAccount that may list enginepools and pods; with --discovery-auth=token."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One method of one path. ``scopes``: of the token, any of them; none: no token.
+    """One method of one path. ``scopes``: of the token, any of them; none: no token. ``readers_token``: whether one is
+    needed is a setting, and it is the reader's own.
 
     ``body``: model of the JSON body, ``bytes`` for a raw one. ``answers``: status code -> model, ``str`` for text, or
     None for a JSON object without a model.
@@ -38,6 +46,7 @@ class Call:
     scopes: tuple[str, ...] = ()
     body: type[BaseModel] | type[bytes] | None = None
     query: dict[str, str] | None = None
+    readers_token: bool = False
 
 
 _WAIT: Final = {"waitSeconds": f"Answer after the operation's end or so many seconds (0 to {wire.MAX_WAIT_SECONDS:g})."}
@@ -115,11 +124,25 @@ SENDER: Final[Sequence[Call]] = (
 )
 
 
-def document(title: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """An OpenAPI document of these calls."""
+_SCOPES: Final = {
+    "": "of all namespaces that are served",
+    "/namespaces/{namespace}": "of one Kubernetes namespace",
+    "/namespaces/{namespace}/pipelines/{pipeline}": "of one RLPipeline",
+}
+DISCOVERY: Final[Sequence[Call]] = tuple(
+    Call("get", f"{before}{path}/v1/rl/workers", f"The live workers {of}{more}.", {200: RLWorkers}, readers_token=True)
+    for before, more in (("", ""), ("/strict", ", in Dynamo's members alone"))
+    for path, of in _SCOPES.items()
+)
+
+
+def document(
+    title: str, calls: Sequence[Call], *, problem: type[BaseModel] = wire.ErrorBody, token: str = SIGNED
+) -> dict[str, Any]:
+    """An OpenAPI document of these calls. ``problem``: every answer outside 2xx; ``token``: whose it is, and when."""
     paths: dict[str, dict[str, Any]] = {}
     for call in calls:
-        paths.setdefault(call.path, {})[call.method] = _operation(call)
+        paths.setdefault(call.path, {})[call.method] = _operation(call, problem)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -135,15 +158,15 @@ def document(title: str, calls: Sequence[Call]) -> dict[str, Any]:
                     "type": "http",
                     "scheme": "bearer",
                     "bearerFormat": "JWT",
-                    "description": "Signed by the operator (EdDSA); audience: the pod's UID. Scopes are claims of it.",
+                    "description": token,
                 }
             },
-            "schemas": _schemas(calls),
+            "schemas": _schemas(calls, problem),
         },
     }
 
 
-def _operation(call: Call) -> dict[str, Any]:
+def _operation(call: Call, problem: type[BaseModel]) -> dict[str, Any]:
     made: dict[str, Any] = {"summary": call.summary, "operationId": _id(call)}
     names = [part[1:-1] for part in call.path.split("/") if part.startswith("{")]
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
@@ -156,13 +179,15 @@ def _operation(call: Call) -> dict[str, Any]:
     if call.scopes:
         made["security"] = [{"token": []}]
         made["description"] = "Scope of the token: " + " or ".join(f"`{s}`" for s in call.scopes) + "."
+    if call.readers_token:
+        made["security"] = [{}, {"token": []}]
     if call.body is bytes:
         made["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
     elif call.body is not None:
         made["requestBody"] = {"required": True, "content": _json(call.body)}
     made["responses"] = {
         **{str(code): {"description": call.summary, "content": _json(answer)} for code, answer in call.answers.items()},
-        "default": {"description": "Refused, or failed: why, and what to do.", "content": _json(wire.ErrorBody)},
+        "default": {"description": "Refused, or failed: why, and what to do.", "content": _json(problem)},
     }
     return made
 
@@ -180,10 +205,10 @@ def _json(model: Any) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
 
-def _schemas(calls: Sequence[Call]) -> dict[str, Any]:
+def _schemas(calls: Sequence[Call], problem: type[BaseModel]) -> dict[str, Any]:
     """Requests as they are parsed, answers as they are written."""
     parsed = {c.body for c in calls if c.body is not None and c.body is not bytes}
-    written = {a for c in calls for a in c.answers.values() if a is not None and a is not str} | {wire.ErrorBody}
+    written = {a for c in calls for a in c.answers.values() if a is not None and a is not str} | {problem}
     wanted: Iterable[tuple[Any, Any]] = [
         *((m, "validation") for m in sorted(parsed, key=lambda m: m.__name__)),
         *((m, "serialization") for m in sorted(written - parsed, key=lambda m: m.__name__)),

@@ -175,6 +175,18 @@ class OperatorMetrics:
         if seconds is not None:
             self._peer_time.labels(peer).observe(seconds)
 
+    # app.discovery.Observer
+
+    def discovery_request(self, result: str, seconds: float) -> None:
+        """A request for worker discovery ended."""
+        self._made.counter("rlfleet_discovery_requests_total").labels(result).inc()
+        if result == "Ok":
+            self._made.histogram("rlfleet_discovery_request_seconds").observe(seconds)
+
+    def probed(self, result: str) -> None:
+        """A worker was asked for worker discovery."""
+        self._made.counter("rlfleet_discovery_probes_total").labels(result).inc()
+
     # kube.client.ApiObserver and the limiter
 
     def api_call(self, verb: str, resource: str, code: int, seconds: float) -> None:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import kopf
 
 from rlfleet.api import labels
+from rlfleet.app.discovery import Discovery
 from rlfleet.app.health import HealthServer, LoopStamp
 from rlfleet.app.kinds import ServedKinds
 from rlfleet.app.login import login
@@ -92,6 +93,7 @@ class Operator:
         self._pods: Reflector | None = None
         self._pools: PoolReconciler | None = None
         self._web: WebServer | None = None
+        self._discovery: Discovery | None = None
         self._context: Context | None = None
         self._close_traces: Callable[[], None] | None = None
         host, port = settings.health_address()
@@ -233,6 +235,7 @@ class Operator:
             )
         self._spawn(self._work(kube, self._pods, self._elector), "queue")
         await self._serve_web()
+        await self._serve_discovery(kube, self._pods)
         log.info("started as %s", self._control.identity)
 
     async def _serve_web(self) -> None:
@@ -249,6 +252,23 @@ class Operator:
             log.warning("going on without the web page, which can not be served (--web-bind): %s", e)
             return
         log.info("serving the web page on port %d", self._web.port)
+
+    async def _serve_discovery(self, kube: KubeClient, pods: Reflector) -> None:
+        """Worker discovery, where it is asked for. An address that can not be used ends the process: readers would wait
+        for a service that never comes."""
+        s = self._settings
+        if not s.discovery:
+            return
+        discovery = Discovery(s, kube, pods, authorities=self._authorities, observer=self._metrics)
+        try:
+            await discovery.start()
+        except OSError as e:
+            log.critical("can not serve worker discovery (--discovery-host, --discovery-port): %s", e)
+            self._exit_code = 1
+            self._end("worker discovery can not be served")
+            return
+        self._discovery = discovery
+        log.info("serving worker discovery on port %d", discovery.port)
 
     async def _dry_run(self, namespace: str, pipeline: str, wanted: Wanted | None) -> dict[str, Any]:
         if self._context is None:
@@ -379,6 +399,8 @@ class Operator:
             await self._elector.release()
         if self._web is not None:
             await self._web.stop()
+        if self._discovery is not None:
+            await self._discovery.stop()
         if ctx is not None:
             if self._pools is not None:
                 await self._pools.close()

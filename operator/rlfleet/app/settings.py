@@ -1,27 +1,34 @@
 """Settings of the operator process: one documented list, read from flags, then the environment, then defaults.
 
-Invariant: a value that cannot be used stops the program at start with the setting's name; nothing is ignored.
+Invariant: a value that cannot be used stops the program at start with the setting's name; nothing is ignored. The one
+exception are variables that are Dynamo's (DYN_*): they count as unset then, as they do there, and the log says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rlfleet.control.context import ControlSettings
+from rlfleet.plan.discovery import Naming
 from rlfleet.plan.leader import MAX_LEASE_SECONDS, Timing
 from rlfleet.tls import ClientTLS, TLSError
 
+log = logging.getLogger(__name__)
+
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+#: A part of dyn://<namespace>.<component>.<endpoint>.
+_DYNAMO_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 class SettingsError(Exception):
@@ -29,7 +36,19 @@ class SettingsError(Exception):
 
 
 def _setting(default: Any, env: str, help: str, *, minimum: float | None = None) -> Any:
-    return field(default=default, metadata={"env": env, "help": help, "minimum": minimum})
+    return field(default=default, metadata={"env": env, "help": help, "minimum": minimum, "usable": None})
+
+
+def _dynamo(default: Any, env: str, help: str, usable: Callable[[Any], bool]) -> Any:
+    """A setting that has Dynamo's variable, and is read as Dynamo reads it: what can not be used there counts as unset.
+
+    The flag of the same setting is ours: it is refused.
+    """
+    return field(default=default, metadata={"env": env, "help": help, "minimum": None, "usable": usable})
+
+
+def _is_dynamo_name(text: str) -> bool:
+    return _DYNAMO_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,40 @@ class Settings:
         "RLFLEET_WEB_BIND",
         "address:port of the web page and of dry runs, for kubectl port-forward; each viewer brings a token; empty: "
         "neither",
+    )
+    discovery: bool = _dynamo(
+        False,
+        "DYN_ENABLE_RL",
+        "serve worker discovery, GET /v1/rl/workers, in the form that clients of NVIDIA Dynamo read",
+        lambda _: True,
+    )
+    discovery_host: str = _setting("127.0.0.1", "RLFLEET_DISCOVERY_HOST", "address that worker discovery is served at")
+    discovery_port: int = _dynamo(8001, "DYN_RL_PORT", "its port; 0: any free one", lambda port: 0 <= port <= 65535)
+    discovery_auth: str = _setting(
+        "none",
+        "RLFLEET_DISCOVERY_AUTH",
+        "none: whoever reaches it may read; token: readers send a bearer token that may list enginepools and pods",
+    )
+    discovery_namespace: str = _dynamo(
+        "dynamo", "DYN_NAMESPACE", "the namespace, in Dynamo's sense, of all workers", _is_dynamo_name
+    )
+    discovery_endpoint: str = _dynamo(
+        "rl", "DYN_RL_ENDPOINT", "the endpoint, in Dynamo's sense, of all workers", _is_dynamo_name
+    )
+    discovery_components: tuple[str, ...] = _dynamo(
+        (),
+        "DYN_RL_COMPONENTS",
+        "pools whose engines are listed, by comma or repeated; none, and no DYN_RL_COMPONENT (one pool): all",
+        lambda _: True,
+    )
+    discovery_request_timeout_seconds: int = _dynamo(
+        30,
+        "DYN_RL_REQUEST_TIMEOUT_SECS",
+        "seconds for a worker to answer, the wait for its turn included; then it is listed with an error",
+        lambda seconds: seconds > 0,
+    )
+    discovery_max_concurrent_probes: int = _dynamo(
+        32, "DYN_RL_MAX_CONCURRENT_PROBES", "workers asked at the same time, for all readers together", lambda n: n > 0
     )
     loop_stall_seconds: float = _setting(
         20.0, "RLFLEET_LOOP_STALL_SECONDS", "/healthz fails when the main loop did not move for so long", minimum=0.1
@@ -121,6 +174,11 @@ class Settings:
             low = f.metadata["minimum"]
             if low is not None and getattr(self, f.name) < low:
                 raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}) must be at least {low:g}")
+            usable = f.metadata["usable"]
+            if usable is not None and not usable(getattr(self, f.name)):
+                raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}): {getattr(self, f.name)!r} can not be used")
+        if self.discovery_auth not in ("none", "token"):
+            raise SettingsError("--discovery-auth (RLFLEET_DISCOVERY_AUTH) must be none or token")
         if self.log_format not in ("json", "text"):
             raise SettingsError("--log-format (RLFLEET_LOG_FORMAT) must be json or text")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -173,6 +231,10 @@ class Settings:
     def web_address(self) -> tuple[str, int] | None:
         """Host and port to serve the web page on; None: it is not served."""
         return _address("web_bind", self.web_bind) if self.web_bind else None
+
+    def discovery_naming(self) -> Naming:
+        """What stands for Dynamo's names."""
+        return Naming(self.discovery_namespace, self.discovery_endpoint, frozenset(self.discovery_components))
 
     def control(self, environ: Mapping[str, str] = os.environ) -> ControlSettings:
         """The part that reconcilers read. Its identity is another one at each call: ask once per process."""
@@ -232,6 +294,9 @@ def load(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     values: dict[str, Any] = {}
     for f in fields(Settings):
         text = getattr(arguments, f.name, None)
+        if text is None and f.metadata["usable"] is not None:
+            values |= _as_dynamo_does(f, environ)
+            continue
         if text is None:
             text = environ.get(f.metadata["env"])
         if text is None:
@@ -242,6 +307,26 @@ def load(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
             kind = type(f.default).__name__
             raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}): {text!r} is no {kind}") from e
     return Settings(**values)
+
+
+def _as_dynamo_does(setting: Field[Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The value of one of Dynamo's variables; nothing where it is unset or can not be used."""
+    env = setting.metadata["env"]
+    text = environ.get(env)
+    if env == "DYN_RL_COMPONENTS" and not any(w.strip() for w in (text or "").split(",")):
+        env = "DYN_RL_COMPONENT"
+        text = environ.get(env)
+    if text is None:
+        return {}
+    try:
+        value = _parse(setting.default, text.strip())
+    except (ValueError, KeyError):
+        pass
+    else:
+        if setting.metadata["usable"](value):
+            return {setting.name: value}
+    log.warning("%s: %r can not be used; going on with the default, %r", env, text, setting.default)
+    return {}
 
 
 def _parse(default: Any, text: str | list[str]) -> Any:

@@ -281,10 +281,10 @@ class Peers:
 
     # -------------------------------------------------------------------------------------------- gates
 
-    async def gate_status(self, gate: Peer, pipeline: str) -> wire.GateStatus:
-        """Read a gate's status; its pod UID must be the one that we think it is."""
+    async def gate_status(self, gate: Peer, pipeline: str, *, seconds: float = CALL_SECONDS) -> wire.GateStatus:
+        """Read a gate's status within ``seconds``; its pod UID must be the one that we think it is."""
         caller = Caller(pipeline, "", 0)
-        raw = await self._call(gate, "GET", "/v1/status", scope=Scope.READ, caller=caller)
+        raw = await self._call(gate, "GET", "/v1/status", scope=Scope.READ, caller=caller, seconds=seconds)
         return self._own(gate, self._parse(gate, wire.GateStatus, raw))
 
     @staticmethod

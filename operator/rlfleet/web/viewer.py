@@ -87,6 +87,12 @@ class Viewer:
             self.get(f"/api/v1/namespaces/{namespace}/pods", few),
         )
 
+    async def may_list(self, namespace: str | None) -> None:
+        """Denied unless the viewer can list pools and pods in one namespace or (None) in all."""
+        few = {"limit": "1"}
+        path = f"/namespaces/{namespace}" if namespace else ""
+        await asyncio.gather(self.get(f"{OURS}{path}/enginepools", few), self.get(f"/api/v1{path}/pods", few))
+
 
 def _denied(status: int, raw: bytes) -> Denied:
     try:

@@ -1,0 +1,191 @@
+"""The server of worker discovery over real sockets: shapes, refusals, readers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlfleet.api.wire import GateStatus
+from rlfleet.discovery import server as module
+from rlfleet.discovery.board import Board, DiscoveryError
+from rlfleet.discovery.probing import ProbeError, Prober
+from rlfleet.discovery.server import Denied, DiscoveryServer
+from rlfleet.plan.discovery import Naming, Scope, Worker
+from tests.plan.rounds_kit import DIGEST_A, gate
+from tests.plan.test_discovery import worker
+
+NAMING = Naming()
+
+
+class Site:
+    """A server whose workers the test chooses."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = [worker("e-0"), worker("e-1"), worker("f-0", "f", pipeline="q")]
+        self.failure = ""
+        self.hold: asyncio.Event | None = None
+        self.scopes: list[Scope] = []
+        self.results: list[str] = []
+        board = Board(self._list, Prober(self._probe, NAMING, cap=8), NAMING, timeout=30)
+        self.server = DiscoveryServer("127.0.0.1", 0, board=board, authorize=self._authorize, observer=self)
+
+    async def _list(self, scope: Scope) -> Iterable[Worker]:
+        self.scopes.append(scope)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.failure:
+            raise DiscoveryError(self.failure)
+        return [w for w in self.workers if scope.pipeline in ("", w.pipeline)]
+
+    async def _probe(self, w: Worker, seconds: float) -> GateStatus:
+        if w.pod == "e-1":
+            raise ProbeError("e-1: no answer to GET /v1/status (TimeoutError)")
+        return gate(holds=(3, DIGEST_A))
+
+    async def _authorize(self, header: str | None, scope: Scope) -> None:
+        if header == "Bearer stranger":
+            raise Denied(403, "not yours")
+        if header == "":
+            raise Denied(401, "send a token")
+
+    def discovery_request(self, result: str, seconds: float) -> None:
+        self.results.append(result)
+
+    async def until(self, results: list[str]) -> None:
+        """Wait until requests ended like this."""
+        async with asyncio.timeout(30):
+            while sorted(self.results) != sorted(results):
+                await asyncio.sleep(0.01)
+
+    async def get(
+        self, path: str = "/v1/rl/workers", method: str = "GET", **headers: str
+    ) -> tuple[int, Any, dict[str, str]]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"http://127.0.0.1:{self.server.port}{path}", headers=headers) as response,
+        ):
+            raw = await response.read()
+            return response.status, json.loads(raw) if raw else None, dict(response.headers)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    one = Site()
+    await one.server.start()
+    yield one
+    await one.server.stop()
+
+
+async def test_the_list_has_dynamos_form(site: Site) -> None:
+    status, body, headers = await site.get()
+    assert status == 200
+    assert headers["Content-Type"] == "application/json"
+    assert headers["Cache-Control"] == "no-store"
+    assert "Content-Encoding" not in headers
+    assert body.keys() == {"protocol_version", "namespace", "workers"}
+    assert (body["protocol_version"], body["namespace"]) == (1, "dynamo")
+    identities = [(w["namespace"], w["component"], w["endpoint"], w["instance_id"]) for w in body["workers"]]
+    assert identities == sorted(set(identities))
+    (bad,) = (w for w in body["workers"] if "error" in w)
+    assert (bad["rlfleet"]["pod"], bad["routes"]) == ("e-1", [])
+    assert "system_url" not in bad
+    assert "TimeoutError" in bad["error"]
+    assert all(w["rlfleet"]["version"] == 3 for w in body["workers"] if w is not bad)
+    assert all(type(w["instance_id"]) is int for w in body["workers"])
+
+
+async def test_for_clients_that_take_no_other_member(site: Site) -> None:
+    status, body, _ = await site.get("/strict/v1/rl/workers")
+    assert status == 200
+    known = {
+        "namespace", "component", "endpoint", "instance_id", "transport", "request_plane_url", "system_url", "model",
+        "routes", "world_size", "error", "admin_base_url",
+    }  # fmt: skip
+    assert [w.keys() <= known for w in body["workers"]] == [True] * 3
+
+
+async def test_a_base_url_may_name_a_namespace_and_a_pipeline(site: Site) -> None:
+    for before, scope, count in (
+        ("", Scope(), 3),
+        ("/namespaces/team", Scope("team"), 3),
+        ("/namespaces/team/pipelines/q", Scope("team", "q"), 1),
+        ("/strict/namespaces/team/pipelines/q", Scope("team", "q"), 1),
+    ):
+        status, body, _ = await site.get(f"{before}/v1/rl/workers")
+        assert (status, len(body["workers"]), site.scopes[-1]) == (200, count, scope)
+    assert (await site.get("/namespaces/Team_A/v1/rl/workers"))[0] == 404
+
+
+async def test_nothing_known_is_500_in_dynamos_form(site: Site) -> None:
+    site.failure = "the apiserver is away"
+    status, body, _ = await site.get()
+    assert (status, body) == (500, {"error": "discovery_failed", "message": "the apiserver is away"})
+    site.failure = ""
+    site.workers = []
+    assert (await site.get())[1] == {"protocol_version": 1, "namespace": "dynamo", "workers": []}
+    await site.until(["Failed", "Ok"])
+
+
+async def test_it_is_read_only_and_nothing_else_is_there(site: Site) -> None:
+    for method in ("POST", "PUT", "PATCH", "DELETE"):
+        assert (await site.get(method=method))[0] == 405
+    for path in ("/", "/metrics", "/v1/rl", "/v1/rl/workers/1", "/engine/pause_generation"):
+        status, body, _ = await site.get(path)
+        assert (status, body["error"]) == (404, "not_served")
+    status, body, headers = await site.get(method="HEAD")
+    assert (status, body) == (200, None)
+    assert int(headers["Content-Length"]) > 100
+
+
+async def test_who_may_not_read_is_told_why_before_anything_is_asked(site: Site) -> None:
+    status, body, _ = await site.get(Authorization="Bearer stranger")
+    assert (status, body) == (403, {"error": "denied", "message": "not yours"})
+    status, _, headers = await site.get(Authorization="")
+    assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert site.scopes == []
+    await site.until(["Denied", "Denied"])
+
+
+async def test_readers_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_READERS", 2)
+    site.hold = asyncio.Event()
+    waiting = [asyncio.create_task(site.get()) for _ in range(2)]
+    async with asyncio.timeout(30):
+        while site.server._readers < 2:
+            await asyncio.sleep(0.01)
+    status, body, headers = await site.get()
+    assert (status, body["error"], headers["Retry-After"]) == (503, "busy", "1")
+    site.hold.set()
+    assert [(await w)[0] for w in waiting] == [200, 200]
+    await site.until(["Busy", "Ok", "Ok"])
+    assert (await site.get())[0] == 200
+
+
+async def test_a_reader_that_hangs_up_is_forgotten(site: Site) -> None:
+    site.hold = asyncio.Event()
+    waiting = asyncio.create_task(site.get())
+    async with asyncio.timeout(30):
+        while not site.scopes:
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+    await site.until(["Gone"])
+    assert site.server._readers == 0
+    site.hold.set()
+    assert (await site.get())[0] == 200
+
+
+async def test_a_reader_that_does_not_take_its_answer_is_cut_off(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.5)
+    site.workers = [worker(f"e-{i}", model="x" * 8000) for i in range(4000)]  # more than sockets buffer
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port, limit=1024)
+    writer.write(b"GET /v1/rl/workers HTTP/1.1\r\nHost: x\r\n\r\n")
+    await site.until(["Gone"])
+    assert site.server._readers == 0
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(2**28)
+    writer.close()
