@@ -53,17 +53,26 @@ class Answer:
 
 
 class JsonClient:
-    """A client for one base URL. Close it when done."""
+    """A client for one base URL. Close it when done.
 
-    def __init__(self, base_url: str) -> None:
+    ``keep_alive`` False: a new connection per call. For servers that close a connection without saying so: the next
+    order would meet it closed, and whether it arrived could not be told.
+    """
+
+    def __init__(self, base_url: str, *, keep_alive: bool = True) -> None:
         self.base_url = base_url.rstrip("/")
+        self._keep_alive = keep_alive
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No cookies, no proxies from the environment: peers are pod addresses.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=32, keepalive_timeout=10),
+                connector=(
+                    aiohttp.TCPConnector(limit=32, keepalive_timeout=10)
+                    if self._keep_alive
+                    else aiohttp.TCPConnector(limit=32, force_close=True)
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
@@ -129,6 +138,8 @@ def explain(answer: Answer) -> str:
     if isinstance(answer.body, dict):
         for key in ("message", "error", "detail"):
             value = answer.body.get(key)
+            if isinstance(value, dict):
+                value = value.get("message")  # OpenAI's form, which vLLM answers
             if isinstance(value, str) and value:
                 return value[:_SHOWN]
     return answer.text.strip()[:_SHOWN]

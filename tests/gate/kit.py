@@ -218,6 +218,14 @@ class Weights:
         digest = manifest_digest("xxh3-128", [entry])
         return cls(Manifest(tensors=(entry,), bucket_bytes=(size,), digest=digest), [data])
 
+    def without_last_bucket(self) -> Weights:
+        """A policy that lacks some parameters of the model, whole and signed as such."""
+        last = len(self.buckets) - 1
+        entries = [t for t in self.manifest.tensors if t.bucket != last]
+        digest = manifest_digest("xxh3-128", entries)
+        buckets = self.buckets[:last]
+        return Weights(Manifest(tensors=tuple(entries), bucket_bytes=tuple(map(len, buckets)), digest=digest), buckets)
+
     @property
     def digest(self) -> str:
         return self.manifest.digest

@@ -40,7 +40,7 @@ def gate(
 ) -> wire.GateStatus:
     fields: dict[str, Any] = {
         "protocol_version": 1,
-        "capabilities": ("Serialized", "Broadcast", "Checksum"),
+        "capabilities": ("Serialized", "Serialized/Parts", "Broadcast", "Checksum"),
         "pod_uid": "uid",
         "incarnation": incarnation,
         "enrolled": True,

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import PauseMode, Transport
+from rlfleet.api.wire import PauseMode, StagingMode, Transport
 from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
 from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
 from rlfleet.plan.topology import Device, train_devices
-from rlfleet.plan.transport import Refusal, choose
+from rlfleet.plan.transport import Cut, Refusal, choose
 from tests.plan.rounds_kit import cache, engine, gate, sender
 
 TRAIN = frozenset({Device("n0", "GPU-0"), Device("n0", "GPU-1")})
@@ -158,6 +158,16 @@ def test_refusals_name_the_reason_and_the_remedy(
     assert isinstance(result, Refusal)
     assert result.reason is reason
     assert words in result.message
+
+
+def test_an_engine_that_takes_only_whole_weights_is_not_fed_bucket_by_bucket() -> None:
+    whole = gate(capabilities=("Serialized", "Checksum"))
+    refusal = plan([engine("a", gate()), engine("b", whole)], cut=Cut(StagingMode.BUCKET, 1, ("w", 10)))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.UNSUPPORTED
+    assert "engine b" in refusal.message
+    assert "spec.transport.staging Full" in refusal.message
+    assert isinstance(plan([engine("b", whole)]), RoundPlan)
 
 
 def test_a_silent_gate_within_the_limit_is_left_out_and_remembered() -> None:

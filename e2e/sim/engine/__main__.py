@@ -26,21 +26,31 @@ from e2e.sim.model_numpy import NumpyModel, cache_shape
 
 from .admission import Admission
 from .faults import Faults
+from .front import Front
 from .groups_api import Groups
 from .labels import Labels
 from .memory import CACHE, GRAPHS, WEIGHTS, DeviceMemory, padded
 from .scheduler import Model, Scheduler
 from .server import Server
 from .updates import Updates
+from .vllm_server import VLLMServer
+from .vllm_weights import LayerwiseLoads
+from .vllm_workers import Workers
 from .weights import WeightStore
 
 log = logging.getLogger("e2e.sim.engine")
+#: What the real engines call the process that holds device memory.
+_PROCESS = {"sglang": "sglang::scheduler", "vllm": "VLLM::EngineCore"}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.sim.engine", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--api", choices=("sglang", "vllm"), default="sglang", help="whose HTTP surface it answers")
+    parser.add_argument(
+        "--no-plugin", action="store_true", help="vllm only: started without rlfleet's weight transfer plug-in"
+    )
     parser.add_argument("--model", default="tiny", help=f"checkpoint directory, or one of {', '.join(MODELS)}")
     parser.add_argument("--served-model-name", help="default: what --model says")
     parser.add_argument("--backend", choices=("torch", "numpy"), default="torch", help="numpy: no broadcast groups")
@@ -62,7 +72,9 @@ def _arguments() -> argparse.Namespace:
         "--extra-tensors", type=Path, help="JSON {name: [dtype, shape]} of parameters that are kept as they come"
     )
     parser.add_argument(
-        "--enable-memory-saver", action="store_true", help="release_memory_occupation really gives memory back"
+        "--enable-memory-saver",
+        action="store_true",
+        help="device memory is really given back (vllm: --enable-sleep-mode)",
     )
     parser.add_argument(
         "--mem-fraction-static", type=float, default=0.1, help="part of its simulated device that the engine takes"
@@ -98,7 +110,7 @@ def _allocate(arguments: argparse.Namespace, config: ModelConfig) -> DeviceMemor
     cache = 2 * padded(4 * math.prod(cache_shape(config, arguments.max_running_requests)))
     try:
         return DeviceMemory(
-            Account(visible(os.environ), f"sglang::scheduler {arguments.served_model_name or arguments.model}"),
+            Account(visible(os.environ), f"{_PROCESS[arguments.api]} {arguments.served_model_name or arguments.model}"),
             {WEIGHTS: weights, CACHE: cache},
             fraction=arguments.mem_fraction_static,
             saver=arguments.enable_memory_saver,
@@ -131,6 +143,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
         model = TorchModel(config, weights.parameters, slots, partial(memory.new, CACHE))
     else:
         model = NumpyModel(config, weights.parameters, slots, partial(memory.new, CACHE))
+    loads = LayerwiseLoads(weights, fatal=_fatal)
+
+    def touch() -> None:
+        memory.touch(WEIGHTS, CACHE, GRAPHS)
+        loads.touch()
+
     scheduler = Scheduler(
         weights,
         model,
@@ -138,7 +156,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         # Engines of one pool share --seed; their samples must still differ.
         seed=arguments.seed ^ zlib.crc32(f"{arguments.host}:{arguments.port}".encode()),
         step_seconds=arguments.step_ms / 1000,
-        touch=lambda: memory.touch(WEIGHTS, CACHE, GRAPHS),
+        touch=touch,
         fatal=_fatal,
     )
     labels = Labels(path, arguments.served_model_name or arguments.model)
@@ -152,20 +170,34 @@ async def _serve(arguments: argparse.Namespace) -> None:
             stopping = asyncio.ensure_future(site.stop())
             stopping.add_done_callback(lambda task: task.result())
 
-    server = Server(
-        admission,
-        Updates(admission, weights, labels, groups),
-        labels,
-        Faults(arguments.fault_file),
-        api_key=arguments.api_key,
-        admin_key=arguments.admin_api_key,
-        metrics=arguments.enable_metrics,
-        health_generates=not arguments.no_health_generation,
-        close_port=close_port,
-    )
+    front: Front
+    faults = Faults(arguments.fault_file)
+    if arguments.api == "vllm":
+        front = VLLMServer(
+            admission,
+            Workers(admission, weights, loads, groups),
+            labels,
+            faults,
+            api_key=arguments.api_key,
+            admin_key=arguments.admin_api_key,
+            plugin=not arguments.no_plugin,
+            close_port=close_port,
+        )
+    else:
+        front = Server(
+            admission,
+            Updates(admission, weights, labels, groups),
+            labels,
+            faults,
+            api_key=arguments.api_key,
+            admin_key=arguments.admin_api_key,
+            metrics=arguments.enable_metrics,
+            health_generates=not arguments.no_health_generation,
+            close_port=close_port,
+        )
     scheduler.start()
     runner = web.AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1, keepalive_timeout=3600
+        front.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1, keepalive_timeout=3600
     )
     await runner.setup()
     stop = asyncio.Event()

@@ -24,20 +24,34 @@ class BroadcastGroups:
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[str, Any] = {}
 
-    def create(self, name: str, backend: str, address: str, port: int, rank: int, world_size: int) -> None:
-        """Join a group; blocks until every rank has joined. GroupError on a live name, other backend or timeout."""
+    def create(
+        self,
+        name: str,
+        backend: str,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        *,
+        seconds: float | None = None,
+    ) -> None:
+        """Join a group; blocks until every rank has joined. GroupError on a live name, other backend or timeout.
+
+        ``seconds``: of the rendezvous and of each collective; None: what the engine was started with.
+        """
+        timeout = self._timeout if seconds is None else timedelta(seconds=seconds)
         if name in self._groups:
             raise GroupError(f"The specified group name has already been created: {name}")
         if backend != "gloo":
             raise GroupError(f"backend {backend} is not available on CPU")
         try:
             store: Store = TCPStore(
-                address, port, world_size=None, is_master=False, timeout=self._timeout, wait_for_workers=False
+                address, port, world_size=None, is_master=False, timeout=timeout, wait_for_workers=False
             )
             for prefix in (name, f"{name}/", "cpu/"):
                 store = PrefixStore(prefix, store)
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
+            options._timeout = timeout
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             self._groups[name] = ProcessGroupGloo(store, rank, world_size, options)
         except (RuntimeError, ValueError) as error:

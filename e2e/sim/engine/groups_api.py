@@ -12,7 +12,17 @@ class GroupError(Exception):
 class Groups(Protocol):
     """See :class:`e2e.sim.engine.groups.BroadcastGroups`."""
 
-    def create(self, name: str, backend: str, address: str, port: int, rank: int, world_size: int) -> None:
+    def create(
+        self,
+        name: str,
+        backend: str,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        *,
+        seconds: float | None = None,
+    ) -> None:
         """Join a group; blocks."""
         ...
 

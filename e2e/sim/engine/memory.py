@@ -61,9 +61,13 @@ class DeviceMemory:
             if tag in self._away and self.saver:
                 self._fatal(f"CUDA error: an illegal memory access was encountered (tag {tag} is released)")
 
+    def is_away(self, tag: str) -> bool:
+        """Whether a tag is given back."""
+        return tag in self._away
+
     def release(self, tags: list[str] | None) -> None:
         """Give tags back (all for None). In the scheduler, with nothing in it."""
-        for tag in tags or TAGS:
+        for tag in TAGS if tags is None else tags:
             if tag in self._away and self.saver:
                 self._fatal(f"Cannot pause allocation that is not active: {tag}")
             self._away.add(tag)

@@ -105,6 +105,10 @@ class Scheduler:
         self.weights = weights
         self.version = "default"
         self.paused = False
+        #: Whether waiting requests begin to run; False: those that run end, and no other begins.
+        self.admits = True
+        #: Running and waiting requests as of the last step, which is all that some engines tell.
+        self.counted = (0, 0)
         self.running: list[GenerateRequest] = []
         self.waiting: deque[GenerateRequest] = deque()
         self.counters = Counters()
@@ -152,7 +156,13 @@ class Scheduler:
     # ---- below: scheduler thread only -----------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
-        """``retract``: running requests go back to the front of the queue, cache dropped. ``in_place``: frozen."""
+        """``retract``: running requests go back to the front of the queue, cache dropped. ``in_place``: frozen.
+
+        ``drain``: they go on, and none follows.
+        """
+        self.admits = False
+        if mode == "drain":
+            return
         self.paused = True
         if mode == "retract":
             for request in reversed(self.running):
@@ -164,12 +174,13 @@ class Scheduler:
 
     def resume(self) -> None:
         """Go on generating."""
-        self.paused = False
+        self.paused, self.admits = False, True
 
     def abort(self, rid: str | None) -> None:
         """End requests whose id starts with ``rid`` (all for None) with the tokens they have."""
         for request in [r for r in [*self.running, *self.waiting] if rid is None or r.rid.startswith(rid)]:
             self._finish(request, {"type": "abort", "message": "Abort in waiting queue or while running"})
+        self.counted = (len(self.running), len(self.waiting))
 
     def flush(self) -> bool:
         """Drop the cache: only when nothing runs and, unless paused, nothing waits."""
@@ -179,7 +190,7 @@ class Scheduler:
         try:
             while True:
                 try:
-                    idle = self.paused or not (self.running or self.waiting)
+                    idle = self.paused or not (self.running or (self.waiting and self.admits))
                     work = self._inbox.get(block=idle)
                 except queue.Empty:
                     work = self._step
@@ -195,7 +206,7 @@ class Scheduler:
     def _step(self) -> None:
         began = time.monotonic()
         fresh: list[GenerateRequest] = []
-        while self.waiting and self._free:
+        while self.admits and self.waiting and self._free:
             request = self.waiting.popleft()
             request.slot = self._free.pop()
             fresh.append(request)
@@ -207,6 +218,7 @@ class Scheduler:
             starts = [len(r.prompt) + len(r.output) - 1 for r in batch]
             self._advance(batch, [[r.output[-1] if r.output else r.prompt[-1]] for r in batch], starts)
             self.running = [r for r in self.running if r.slot is not None]
+        self.counted = (len(self.running), len(self.waiting))
         spare = self._step_seconds - (time.monotonic() - began)
         if spare > 0:
             time.sleep(spare)

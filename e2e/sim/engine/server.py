@@ -1,19 +1,9 @@
-"""HTTP side of the reference engine: routes, keys, error bodies and scripted faults.
-
-Invariants: control calls run to their end even when the caller has gone (a client's timeout frees nothing); a
-generate call ends with its caller. User and admin keys are refused on each other's paths.
-"""
+"""SGLang's face of the reference engine: its routes, keys and error bodies."""
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import ipaddress
 import json
-import os
-import signal
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -21,12 +11,11 @@ from aiohttp import web
 from . import bodies
 from .admission import Admission
 from .bodies import BodyError
-from .faults import Fault, Faults, parse
+from .faults import Faults
+from .front import Front, Handler, Route
 from .labels import Labels, Refused
 from .updates import Updates
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-T = TypeVar("T")
 B = TypeVar("B")
 
 #: Paths that take the admin key when there is one.
@@ -39,18 +28,11 @@ CONTROL = frozenset(
     }
 )  # fmt: skip
 _OPEN = ("/health", "/ready", "/metrics")
-_DISCARD = "The full weights of the ModelRunner are partially updated. Please discard the whole weights."
-#: What ``lie`` answers: a success of every form that the control calls have.
-_LIE = {"success": True, "message": "Success.", "status": "ok", "num_paused_requests": 0}
+_KINDS = {400: "BadRequestError", 403: "Forbidden", 404: "NotFound", 500: "InternalServerError"}
 
 
-def error(message: str, status: int = 400, kind: str = "BadRequestError") -> web.Response:
-    """The engine's error object."""
-    return web.json_response({"object": "error", "message": message, "type": kind, "code": status}, status=status)
-
-
-class Server:
-    """Routes of one engine. ``metrics``: whether /metrics exists. ``close_port`` stops listening (a fault)."""
+class Server(Front):
+    """Routes of one engine. ``metrics``: whether /metrics exists."""
 
     def __init__(
         self,
@@ -65,23 +47,16 @@ class Server:
         health_generates: bool,
         close_port: Callable[[], None] = lambda: None,
     ) -> None:
-        self._admission = admission
+        super().__init__(admission, updates, faults, api_key=api_key, admin_key=admin_key, close_port=close_port)
         self._updates = updates
         self._labels = labels
-        self._faults = faults
-        self._api_key = api_key
-        self._admin_key = admin_key
         self._metrics_enabled = metrics
         self._health_generates = health_generates
-        self._close_port = close_port
-        self._core_is_dead = False
-        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def app(self) -> web.Application:
-        """The application; serve it with ``handler_cancellation`` on."""
-        app = web.Application(client_max_size=64 << 20, middlewares=[self._authenticate, self._misbehave, self._refuse])
+    def routes(self) -> list[Route]:
+        """SGLang's paths."""
         get, post, both = ("GET",), ("POST",), ("GET", "POST")
-        routes: list[tuple[tuple[str, ...], str, Handler]] = [
+        return [
             (post, "/generate", self._generate),
             (get, "/health", self._health),
             (get, "/health_generate", self._health_generate),
@@ -112,61 +87,26 @@ class Server:
             (both, "/flush_cache", self._flush),
             (both, "/release_memory_occupation", self._release),
             (both, "/resume_memory_occupation", self._resume),
-            (both, "/_sim/faults", self._set_faults),
-            (get, "/_sim/tensor", self._tensor),
         ]
-        for methods, path, handler in routes:
-            for method in methods:
-                app.router.add_route(method, path, handler)
-        return app
 
-    # ---- middlewares --------------------------------------------------------------------------------------------
+    def wanted_key(self, path: str) -> str | None:
+        """Control paths take the admin key where there is one, all others the user key."""
+        if path.startswith(_OPEN):
+            return None
+        return self._admin_key or self._api_key if path in CONTROL else self._api_key
 
-    @web.middleware
-    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        wanted = self._admin_key or self._api_key if request.path in CONTROL else self._api_key
-        if wanted is not None and not request.path.startswith((*_OPEN, "/_sim/")):
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {wanted}".encode()):
-                return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
+    def error(self, message: str, status: int = 400) -> web.Response:
+        """The engine's error object."""
+        body = {"object": "error", "message": message, "type": _KINDS[status], "code": status}
+        return web.json_response(body, status=status)
 
-    @web.middleware
-    async def _misbehave(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/_sim/"):
-            return await handler(request)
-        if self._core_is_dead:
-            await asyncio.Event().wait()
-        fault = self._faults.strike(request.path, "before")
-        if fault is not None and fault.action == "zombie":
-            self._core_is_dead = True
-            self._close_port()
-            await asyncio.Event().wait()
-        if fault is not None and fault.action in ("subset", "partial"):
-            self._updates.halve_next_load()
-            response = await handler(request)
-            return response if fault.action == "subset" else error(_DISCARD)
-        if fault is not None and fault.action in ("keep", "late"):
-            memory = self._admission.memory
-            memory.keep_next, memory.late_seconds = (
-                fault.action == "keep",
-                fault.seconds if fault.action == "late" else None,
-            )
-            return await handler(request)
-        broken = await _strike(fault)
-        if broken is not None:
-            return broken
-        response = await handler(request)
-        return await _strike(self._faults.strike(request.path, "after")) or response
-
-    @web.middleware
-    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except (BodyError, Refused) as problem:
-            return error(str(problem))
-        except (TypeError, ValueError) as problem:
-            return error(f"{type(problem).__name__}: {problem}")
+    def refusal(self, problem: Exception) -> web.Response | None:
+        """Whatever is wrong with a call is a 400."""
+        if isinstance(problem, BodyError | Refused):
+            return self.error(str(problem))
+        return (
+            self.error(f"{type(problem).__name__}: {problem}") if isinstance(problem, TypeError | ValueError) else None
+        )
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -179,15 +119,9 @@ class Server:
         except ValueError as problem:
             raise BodyError(f"1 validation error: body: JSON decode error: {problem}") from problem
 
-    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
     def _result(self, kind: type[B], call: Callable[[B], Coroutine[Any, Any, dict[str, Any]]]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            answer = await self._to_the_end(call(await self._body(request, kind)))
+            answer = await self.to_the_end(call(await self._body(request, kind)))
             return web.json_response(answer, status=200 if answer["success"] else 400)
 
         return handle
@@ -226,30 +160,30 @@ class Server:
         body = await self._body(request, bodies.Pause)
         if body.mode not in ("abort", "retract", "in_place"):
             raise BodyError("1 validation error: body.mode: Input should be 'abort', 'retract' or 'in_place'")
-        await self._to_the_end(self._admission.pause(body.mode))
+        await self.to_the_end(self._admission.pause(body.mode))
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
         await self._body(request, bodies.Continue)
-        await self._to_the_end(self._admission.resume())
+        await self.to_the_end(self._admission.resume())
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._admission.abort(await self._body(request, bodies.Abort)))
+        await self.to_the_end(self._admission.abort(await self._body(request, bodies.Abort)))
         return web.Response()
 
     async def _flush(self, request: web.Request) -> web.Response:
         timeout = float(request.query.get("timeout", "0"))
-        if await self._to_the_end(self._admission.flush(timeout)):
+        if await self.to_the_end(self._admission.flush(timeout)):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def _release(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._admission.release_memory((await self._body(request, bodies.MemoryTags)).tags))
+        await self.to_the_end(self._admission.release_memory((await self._body(request, bodies.MemoryTags)).tags))
         return web.json_response(None)
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._admission.resume_memory((await self._body(request, bodies.MemoryTags)).tags))
+        await self.to_the_end(self._admission.resume_memory((await self._body(request, bodies.MemoryTags)).tags))
         return web.json_response(None)
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -266,36 +200,3 @@ class Server:
             "sglang:num_requests_total": totals.finished,
         }
         return web.Response(text="".join(f"{name} {value}\n" for name, value in samples.items()))
-
-    async def _tensor(self, request: web.Request) -> web.Response:
-        """A parameter of ``--extra-tensors`` as the bytes that the engine keeps."""
-        kept = await self._updates.extra_tensor(request.query.get("name", ""))
-        return error("no such tensor", 404, "NotFound") if kept is None else web.Response(body=kept)
-
-    async def _set_faults(self, request: web.Request) -> web.Response:
-        # Only for the machine itself: on a pod network nobody else may make an engine misbehave.
-        if not ipaddress.ip_address(request.remote or "0.0.0.0").is_loopback:
-            return error("faults can be set from the loopback interface only", 403, "Forbidden")
-        if request.method == "POST":
-            self._faults.replace(parse(await request.json()))
-        rules = self._faults.rules()
-        return web.json_response(
-            {path: asdict(rule) | {"struck": self._faults.struck(path)} for path, rule in rules.items()}
-        )
-
-
-async def _strike(fault: Fault | None) -> web.Response | None:
-    if fault is None:
-        return None
-    if fault.action == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.action == "hang":
-        await asyncio.Event().wait()
-    if fault.action == "delay":
-        await asyncio.sleep(fault.seconds)
-        return None
-    if fault.action == "lie":
-        return web.json_response(_LIE)
-    if fault.action == "http400":
-        return error("Bad Request (scripted)")
-    return error("Internal Server Error (scripted)", 500, "InternalServerError")

@@ -8,6 +8,7 @@ from typing import Final
 from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, EngineAdapter, Facts, View
 from rlfleet.engine.sglang import SGLangAdapter
+from rlfleet.engine.vllm import VLLMAdapter
 
 __all__ = [
     "ADAPTERS",
@@ -21,6 +22,7 @@ __all__ = [
     "NotSent",
     "Refused",
     "SGLangAdapter",
+    "VLLMAdapter",
     "View",
     "make_adapter",
 ]
@@ -30,6 +32,7 @@ __all__ = [
 #: engine's URL, the users' key and the key of its control paths (None where the engine was given none).
 ADAPTERS: Final[Mapping[str, Callable[[str, str | None, str | None], EngineAdapter]]] = {
     "SGLang": lambda url, api_key, admin_key: SGLangAdapter(url, api_key=api_key, admin_key=admin_key),
+    "VLLM": lambda url, api_key, admin_key: VLLMAdapter(url, api_key=api_key, admin_key=admin_key),
 }
 
 

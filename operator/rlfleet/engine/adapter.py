@@ -22,6 +22,7 @@ class Capability(StrEnum):
     """What an engine of this flavour and version can do (GateStatus.capabilities)."""
 
     SERIALIZED = "Serialized"  # loads a directory of safetensors files
+    PARTS = "Serialized/Parts"  # ... also part by part, as staging Bucket needs it
     BROADCAST = "Broadcast"  # receives through a collective group
     CHECKSUM = "Checksum"  # hashes its own parameters, and the hash means something
     LABEL = "WeightLabel"  # the version label can be written without loading
@@ -105,6 +106,8 @@ class EngineAdapter(Protocol):
     """What to set so that an engine of this type can give memory back."""
     default_pause: PauseMode
     """How this type holds running requests unless told otherwise: none is lost, and caches can be flushed after it."""
+    tells_pause: bool
+    """``View.admitting`` False is the engine's own word for "paused"; else it may also be a failed health check."""
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
@@ -127,8 +130,24 @@ class EngineAdapter(Protocol):
     async def heal_readiness(self, seconds: float) -> bool:
         """Whether the engine admits requests, after giving it the chance to correct a stale "not ready"."""
 
+    async def recover(self, seconds: float) -> None:
+        """Clear what a load that failed or broke off left behind, so that another can begin; Refused where it cannot.
+
+        Called only when such a load came before and the engine cannot hash its parameters. What they hold afterwards
+        is worth nothing.
+        """
+
     async def load_directory(self, path: str, *, seconds: float) -> None:
         """Load every tensor of the safetensors files in ``path``, keeping caches and the version label."""
+
+    async def begin_parts(self, seconds: float) -> None:
+        """Before the first ``load_part`` (capability Serialized/Parts)."""
+
+    async def load_part(self, path: str, *, seconds: float) -> None:
+        """As ``load_directory`` for some of all tensors; which ones share a part is the sender's choice."""
+
+    async def end_parts(self, seconds: float) -> None:
+        """After the last ``load_part``: nothing is missing."""
 
     async def join_group(
         self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float

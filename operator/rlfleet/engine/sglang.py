@@ -57,6 +57,7 @@ class SGLangAdapter:
 
     type = "SGLang"
     default_pause = PauseMode.RETRACT
+    tells_pause = False
     offload_remedy = "add --enable-memory-saver to its arguments"
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
@@ -90,6 +91,8 @@ class SGLangAdapter:
         if Capability.LABEL not in capabilities:
             # Without the label nothing could be published, so nothing may be loaded either.
             capabilities -= {Capability.SERIALIZED, Capability.BROADCAST}
+        if Capability.SERIALIZED in capabilities:
+            capabilities.add(Capability.PARTS)
         version = str(info.get("version") or "")
         agreed = {key: info.get(key) for key in _LAYOUT_KEYS} | {"version": version, "engine": self.type}
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
@@ -222,6 +225,19 @@ class SGLangAdapter:
         """Load from disk; a 400 may come after some tensors were replaced, so it proves nothing about the weights."""
         body = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
         await self._control("/update_weights_from_disk", body, seconds)
+
+    async def recover(self, seconds: float) -> None:
+        """Nothing to do: whatever was loaded, the next load writes every parameter, and opens a session of its own."""
+
+    async def begin_parts(self, seconds: float) -> None:
+        """Nothing to do: a load from disk needs no session and writes single parts of fused parameters."""
+
+    async def load_part(self, path: str, *, seconds: float) -> None:
+        """A load from disk takes what is there."""
+        await self.load_directory(path, seconds=seconds)
+
+    async def end_parts(self, seconds: float) -> None:
+        """Nothing to do."""
 
     async def join_group(
         self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float

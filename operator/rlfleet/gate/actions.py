@@ -30,6 +30,7 @@ from rlfleet.api.wire import (
     PublishOrder,
     ResumeOrder,
     RouterEndpoint,
+    StagingMode,
     Transport,
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
@@ -146,7 +147,7 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
     did once, before, is then enough. One that never did can not be told from one that is ill.
     """
     view = await ctx.engine.adapter.view(STATUS_SECONDS)
-    if view.admitting is False and ctx.store.paused:
+    if view.admitting is False and (ctx.store.paused or ctx.engine.adapter.tells_pause):
         return
     seen = ctx.store.seen_admitting
     if seen and view.reachable and not ctx.store.memory.all_here:
@@ -345,9 +346,17 @@ async def prepare(ctx: GateContext, request: OperationRequest) -> Result:
     # A checkpoint is loaded from a directory, as what was pushed is.
     needed = Capability.SERIALIZED if order.transport is Transport.CHECKPOINT else Capability(order.transport.value)
     if facts is not None and needed not in facts.capabilities:
+        why = f": {facts.refused}" if facts.refused else ""
         raise GateError(
             ErrorReason.UNSUPPORTED,
-            f"{ctx.engine.adapter.type} {facts.version} can not take {order.transport} weights",
+            f"{ctx.engine.adapter.type} {facts.version} can not take {order.transport} weights{why}",
+        )
+    streams = order.transport is Transport.SERIALIZED and order.staging is StagingMode.BUCKET
+    if facts is not None and streams and Capability.PARTS not in facts.capabilities:
+        raise GateError(
+            ErrorReason.UNSUPPORTED,
+            f"{ctx.engine.adapter.type} {facts.version} can not take weights bucket by bucket: it was not started with "
+            "rlfleet's weight transfer plug-in; add that, or use spec.transport.staging Full",
         )
     staging = Staging.of(request.operation, order)
     if ctx.area.staging is None or not ctx.area.staging.same(staging):

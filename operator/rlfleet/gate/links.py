@@ -24,10 +24,12 @@ from rlfleet.router import RouterAdapter, make_router, normal
 log = logging.getLogger(__name__)
 
 #: What an engine that is refused is not asked for, whoever looks at its capabilities only.
-_LOADS = frozenset({Capability.SERIALIZED, Capability.BROADCAST})
+_LOADS = frozenset({Capability.SERIALIZED, Capability.PARTS, Capability.BROADCAST})
 #: Seconds for the questions behind one status answer; operators wait 5 s for it.
 STATUS_SECONDS = 1.5
 ROUTER_SECONDS = 1.5
+#: Seconds for the questions that are asked once; an engine may have to collect the answers first.
+FACTS_SECONDS = 15.0
 #: Seconds for the one checksum that tells whether checksums mean anything.
 CHECKSUM_SECONDS = 10.0
 
@@ -75,7 +77,7 @@ class EngineLink:
 
     async def _ask_facts(self) -> Facts | None:
         try:
-            facts = await self.adapter.facts(STATUS_SECONDS)
+            facts = await self.adapter.facts(FACTS_SECONDS)
             if Capability.CHECKSUM in facts.capabilities and not await self._checksum_means_something():
                 facts = replace(facts, capabilities=facts.capabilities - {Capability.CHECKSUM})
         except CallError as e:

@@ -26,7 +26,7 @@ from rlfleet.api.wire import (
     Transport,
     VerifyOrder,
 )
-from rlfleet.calls import CallError, NoAnswer, NotSent
+from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Checksum
 from rlfleet.gate import rules
 from rlfleet.gate.actions import ENGINE_SECONDS, MIN_SECONDS, Result, engine_failure, is_paused
@@ -89,11 +89,7 @@ async def load(ctx: GateContext, request: OperationRequest) -> Result:
     started = time.monotonic()
     bounds = _bounds(order, started)
     staging = _staged(ctx, request, order)
-    try:
-        before = await ctx.engine.adapter.checksum(bounds.left(started, ENGINE_SECONDS))
-    except CallError as e:
-        # Nothing was asked of the weights yet: this is a failed load that left no trace.
-        raise GateError(ErrorReason.ENGINE_UNREACHABLE, f"checksum before the load: {e}") from e
+    before = await _checksum_before(ctx, bounds)
     log.info("checksum before the load", extra={"checksum": before.digest if before else None})
     if time.monotonic() >= bounds.ends:
         raise GateError(
@@ -110,6 +106,23 @@ async def load(ctx: GateContext, request: OperationRequest) -> Result:
         "loadMs": round((time.monotonic() - started) * 1000),
         "bytes": staging.total_bytes or staging.received_bytes,
     }
+
+
+async def _checksum_before(ctx: GateContext, bounds: Bounds) -> Checksum | None:
+    """What the engine's parameters hash to now; None where it has no hash, or a load that failed left none to have."""
+    engine = ctx.engine.adapter
+    try:
+        return await engine.checksum(bounds.left(time.monotonic(), ENGINE_SECONDS))
+    except CallError as e:
+        latest = ctx.store.latest_load()
+        if not isinstance(e, Refused) or latest is None or latest[1].state is OperationState.SUCCEEDED:
+            # Nothing was asked of the weights yet: this is a failed load that left no trace.
+            raise GateError(ErrorReason.ENGINE_UNREACHABLE, f"checksum before the load: {e}") from e
+    try:
+        await engine.recover(bounds.left(time.monotonic(), ENGINE_SECONDS))
+    except CallError as e:
+        raise engine_failure("clearing what an earlier load left behind", e) from e
+    return None
 
 
 def _bounds(order: LoadOrder, started: float) -> Bounds:
@@ -187,6 +200,7 @@ async def _buckets(
     begun: _Begun | None = None
     until = bounds.transport_until(time.monotonic())
     count = len(staging.buckets)
+    engine = ctx.engine.adapter
     try:
         for index in range(count):
             try:
@@ -195,11 +209,17 @@ async def _buckets(
                 if begun is not None:
                     begun.end(OperationState.FAILED)
                 raise
-            begun = begun or _Begun(ctx, request, order, before)
+            if begun is None:
+                begun = _Begun(ctx, request, order, before)
+                await begun.guard("opening the load", engine.begin_parts(bounds.left(time.monotonic(), ENGINE_SECONDS)))
             seconds = bounds.left(time.monotonic(), order.collective_seconds + order.teardown_seconds)
-            load_one = ctx.engine.adapter.load_directory(str(ctx.area.directory), seconds=seconds)
+            load_one = engine.load_part(str(ctx.area.directory), seconds=seconds)
             await begun.guard(f"load of bucket {index} of {count}", load_one)
             ctx.area.drop_loaded()
+            if index == count - 1:
+                # Before the sender hears that its last bucket is loaded: the engine may still find something missing.
+                seconds = bounds.left(time.monotonic(), order.teardown_seconds)
+                await begun.guard("closing the load", engine.end_parts(seconds))
             await stream.done()
     except GateError as e:
         await stream.fail(e)

@@ -135,7 +135,7 @@ class Operations:
         view = await self._ctx.engine.adapter.view(STATUS_SECONDS)
         if self._ctx.engine.paused(view):
             return True
-        if not view.admitting:
+        if not view.admitting and not (view.admitting is False and self._ctx.engine.adapter.tells_pause):
             # Still starting, or its last health check failed. Without the lock, so that orders need not wait for it.
             if view.reachable and not self._orders_decide() and self._ctx.store.memory.all_here:
                 await self._ctx.engine.adapter.heal_readiness(actions.HEAL_AGAIN_SECONDS)

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, Transport
+from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, StagingMode, Transport
 from rlfleet.plan.checkpoint import below
 from rlfleet.plan.quiesce import refuse_mode
 from rlfleet.plan.rounds import Engine, Member, RoundPlan, can_join, is_blocked, layout_of, unavailable_limit
 from rlfleet.plan.topology import Device
 from rlfleet.plan.transport import Cut, Refusal, choose
 
+#: Capability of an engine that loads weights part by part (engine.Capability.PARTS).
+PARTS = "Serialized/Parts"
 #: Whole weights in the gates' memory, in the buckets that the trainer made.
 AS_PUBLISHED = Cut()
 
@@ -207,11 +209,17 @@ def _capable(e: Engine, transport: Transport, total_bytes: int, verify: str, cut
     capabilities = set(e.status.capabilities)
     # A checkpoint is loaded from a directory, as what was pushed is.
     needed = Transport.SERIALIZED if transport is Transport.CHECKPOINT else transport
+    what = f"engine {e.name} ({e.status.engine.type} {e.status.engine.version or '?'})"
     if needed.value not in capabilities:
         return Refusal(
             Reason.UNSUPPORTED,
-            f"engine {e.name} ({e.status.engine.type} {e.status.engine.version or '?'}) can not take {transport.value} "
-            "weights; change spec.transport or the engine's image",
+            f"{what} can not take {transport.value} weights; change spec.transport or the engine's image",
+        )
+    if transport is Transport.SERIALIZED and cut.staging is StagingMode.BUCKET and PARTS not in capabilities:
+        return Refusal(
+            Reason.UNSUPPORTED,
+            f"{what} can not take weights bucket by bucket; start it with rlfleet's weight transfer plug-in, or use "
+            "spec.transport.staging Full",
         )
     if transport is Transport.SERIALIZED:
         refusal = cut.refuse(e.name, total_bytes, e.status.staging_capacity_bytes)
