@@ -8,8 +8,8 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.routers import routed_fleet, urls
 from e2e.scenarios.test_rounds import serialized_fleet
-from e2e.scenarios.test_routing import routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 

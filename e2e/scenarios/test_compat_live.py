@@ -11,9 +11,9 @@ import pytest
 from e2e.cluster.local import LocalCluster
 from e2e.demo.report import reward_rises
 from e2e.scenarios.kit import Fleet, condition, wait_until
+from e2e.scenarios.routers import Router, urls
 from e2e.scenarios.test_elastic import SYNC, elastic_pool
 from e2e.scenarios.test_rounds import checksum_from_disk
-from e2e.scenarios.test_routing import Router, urls
 from e2e.scenarios.test_trainer_demand import NODE, OWN, SHARED
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

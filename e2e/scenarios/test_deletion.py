@@ -14,8 +14,8 @@ from e2e.cluster.fixtures import temporary_namespace
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, condition, http, wait_until
+from e2e.scenarios.routers import routed_fleet
 from e2e.scenarios.test_rounds import serialized_fleet
-from e2e.scenarios.test_routing import routed_fleet
 
 pytestmark = pytest.mark.cluster
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from e2e.scenarios.kit import Fleet, Operator, engine_url, wait_until
+from e2e.scenarios.routers import routed_fleet
 from e2e.scenarios.test_quiesce import SLOW_STEPS, generate, running
 from e2e.scenarios.test_rounds import serialized_fleet
-from e2e.scenarios.test_routing import routed_fleet
 
 pytestmark = pytest.mark.cluster
 

@@ -15,8 +15,8 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import ROOT, Fleet, Operator, condition, engine_url, http, wait_until
+from e2e.scenarios.routers import ROUTER_PORT, Router, urls
 from e2e.scenarios.test_rounds import wait_quiet, writes_of
-from e2e.scenarios.test_routing import ROUTER_PORT, Router, urls
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
-from e2e.scenarios.test_routing import routed_fleet, urls
+from e2e.scenarios.routers import routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 OPERATOR = "system:serviceaccount:rlfleet-system:"

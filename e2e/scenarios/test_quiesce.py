@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from e2e.scenarios.kit import TERMINAL, Fleet, engine_url, http, wait_until
+from e2e.scenarios.routers import Router, routed_fleet, urls
 from e2e.scenarios.test_rounds import serialized_fleet
-from e2e.scenarios.test_routing import Router, routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,7 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, engine_url, http, wait_until
-from e2e.scenarios.test_routing import Router, routed_fleet, urls
+from e2e.scenarios.routers import Router, routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 

@@ -104,7 +104,7 @@ def live(fleet: Fleet) -> None:
     # The engine is Ready only after the first round, which waits for it to start.
     deadlines = {"pendingSeconds": 180, "stagingSeconds": 60, "pausedSeconds": 60}
     fleet.pipeline(trainer={"blocks": [block]}, historyLimit=1, sync={"deadlines": deadlines})
-    routers = [{"name": "ready", "type": "Readiness"}]
+    routers = [{"name": "ready", "type": "Readiness"}, {"name": "gateway", "type": "InferencePool"}]
     fleet.pool(1, placement={"mode": "Claims", "blocks": ["a"]}, routers=routers)
     fleet.trainer()
     assert fleet.sync(-1)["status"]["phase"] == "Succeeded"

@@ -2,110 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, condition, engine_url, http, wait_until
+from e2e.scenarios.kit import Fleet, engine_url, wait_until
+from e2e.scenarios.routers import routed_fleet, urls
 
 pytestmark = pytest.mark.cluster
 
 DISK = "update_weights_from_disk"
-ROUTER_PORT = 30001
-
-
-def router_pod(namespace: str) -> dict[str, Any]:
-    """The real sglang-router. Its worker start-up time-out is below the gates' quiet time."""
-    command = [
-        "python", "-m", "sglang_router.launch_router", "--host", "$(POD_IP)", "--port", str(ROUTER_PORT),
-        "--policy", "round_robin", "--prometheus-host", "$(POD_IP)", "--prometheus-port", "29000",
-        "--worker-startup-timeout-secs", "4", "--disable-retries",
-    ]  # fmt: skip
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "router", "namespace": namespace, "labels": {"app": "router"}},
-        "spec": {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 1,
-            "containers": [
-                {
-                    "name": "router",
-                    "image": "sglang-router",
-                    "command": command,
-                    "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
-                    "readinessProbe": {
-                        "httpGet": {"path": "/liveness", "port": ROUTER_PORT},
-                        "periodSeconds": 1,
-                        "failureThreshold": 30,
-                    },
-                }
-            ],
-        },
-    }
-
-
-class Router:
-    """The router as a client sees it."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        fleet.cluster.apply(router_pod(fleet.namespace))
-        wait_until(lambda: condition(fleet.pod("router"), "Ready") == "True", "the router to be Ready")
-        self.url = f"http://{fleet.pod('router')['status']['podIP']}:{ROUTER_PORT}"
-
-    def listed(self) -> set[str]:
-        """URLs that the router sends requests to."""
-        code, answer = http("GET", self.url + "/workers")
-        assert code == 200, answer
-        return {str(w["url"]).rstrip("/") for w in answer["workers"]}
-
-    def generate(self) -> tuple[int, Any]:
-        """One request through the router."""
-        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-        return http("POST", self.url + "/generate", body, timeout=60)
-
-
-def urls(pods: list[dict[str, Any]]) -> set[str]:
-    return {engine_url(p) for p in pods}
-
-
-def routed_fleet(
-    fleet: Fleet, replicas: int, *, engine_args: tuple[str, ...] = (), **pipeline: Any
-) -> tuple[Router, list[dict[str, Any]]]:
-    fleet.pipeline(**pipeline)
-    router = Router(fleet)
-    fleet.pool(
-        replicas,
-        engine_args=engine_args,
-        routers=[
-            {
-                "name": "main",
-                "type": "SGLangRouter",
-                "podSelector": {"matchLabels": {"app": "router"}},
-                "port": ROUTER_PORT,
-            }
-        ],
-    )
-    fleet.trainer()
-    pods = fleet.ready_engines(replicas)
-    assert router.listed() == set()
-    assert router.generate()[0] == 503
-    assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
-    assert router.listed() == urls(pods)
-    return router, pods
-
-
-def test_engines_are_listed_once_they_hold_the_committed_version(fleet: Fleet) -> None:
-    router, pods = routed_fleet(fleet, 2)
-    code, answer = router.generate()
-    assert (code, answer["meta_info"]["weight_version"]) == (200, "-1")
-    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
-    # Closed means paused: entries stay, so that requests wait instead of failing.
-    assert router.listed() == urls(pods)
-    code, answer = router.generate()
-    assert (code, answer["meta_info"]["weight_version"]) == (200, "1")
 
 
 def test_lost_and_poisoned_engines_leave_the_router_and_their_successors_catch_up(

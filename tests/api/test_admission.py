@@ -57,7 +57,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (EP, {"spec.active": 0, "spec.shrink": "Offload", "spec.residualMemoryGiB": 0.5}),
     (EP, {"spec.active": 9, "spec.shrink": "Delete"}),  # above replicas: all of them
     (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:30001"}}),
-    (EP, {"spec.routers": [{"name": "service", "type": "Readiness"}]}),
+    (EP, {"spec.routers": [{"name": "service", "type": "Readiness"}, {"name": "gateway", "type": "InferencePool"}]}),
+    (EP, {"spec.routers": [{**ROUTER, "type": t, "url": "http://10.0.0.9:30001"} for t in ("SMG",)]}),
+    (EP, {"spec.routers": [{**ROUTER, "type": "VLLMRouter", "url": "http://r:1", "metricsPort": 29000}]}),
     (EP, {"spec.placement": {"mode": "Pinned", "devices": gpus(("n1", 2), ("n2", 2))}}),
     (
         EP,
@@ -302,8 +304,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {"spec.routers": [{"name": "service", "type": "Readiness", "url": "http://10.0.0.9:1"}]},
-        'spec.routers[0].type: Invalid value: "object": type Readiness takes neither podSelector nor url nor port: '
-        "Services select the engines' pods",
+        'spec.routers[0].type: Invalid value: "object": types Readiness and InferencePool take neither podSelector '
+        "nor url nor ports: Services and InferencePools select the engines' pods",
+    ),
+    (
+        EP,
+        {"spec.routers": [{"name": "gateway", "type": "InferencePool", "metricsPort": 29000}]},
+        "types Readiness and InferencePool take neither podSelector nor url nor ports",
+    ),
+    (
+        EP,
+        ADOPTED | {"spec.routers": [{"name": "gateway", "type": "InferencePool"}]},
+        "routers of type InferencePool need source.template: labels of adopted pods are their owner's",
     ),
     (EP, {"spec.routers.0.url": "http://10.0.0.9:1"}, f"spec.routers[0]: {ONE_OF}"),
     (

@@ -26,7 +26,7 @@ ALL = [(component, m) for component, table in metrics.TABLES.items() for m in ta
 UNITS = ("_seconds", "_bytes", "_ratio")
 #: What names a thing that is counted or numbered, where no unit fits.
 COUNTED = ("_generation", "_version", "_versions", "_lag", "_info", "_tensors", "_condition", "_paused", "_uncertain")
-NOUNS = ("engines", "desired", "depth", "running", "leader", "transitions", "leaked")
+NOUNS = ("engines", "routers", "desired", "depth", "running", "leader", "transitions", "leaked")
 
 
 @pytest.mark.parametrize(("component", "metric"), ALL, ids=[m.name for _, m in ALL])

@@ -12,7 +12,7 @@ from e2e.cluster.local import OPERATOR_NAMESPACE, LocalCluster
 pytestmark = pytest.mark.cluster
 
 ALLOWED = [
-    *((verb, "pods", "x") for verb in ("get", "list", "watch", "create", "delete")),
+    *((verb, "pods", "x") for verb in ("get", "list", "watch", "create", "delete", "patch")),
     *((verb, f"{kind}.rlfleet.dev", "x") for kind in ("rlpipelines", "enginepools", "syncrounds") for verb in
       ("get", "list", "watch", "patch")),
     *(("patch", f"{kind}.rlfleet.dev/status", "x") for kind in ("rlpipelines", "enginepools", "syncrounds")),
@@ -38,7 +38,6 @@ ALLOWED = [
 REFUSED = [
     ("update", "pods/status", "x"),
     ("update", "pods", "x"),
-    ("patch", "pods", "x"),
     ("update", "syncrounds.rlfleet.dev/finalizers", "x"),
     ("list", "namespaces", ""),
     ("update", "rlpipelines.rlfleet.dev", "x"),

@@ -31,7 +31,7 @@ import psutil
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.local import ClusterError, LocalCluster
 from e2e.scenarios.kit import TERMINAL, condition, wait_until
-from e2e.scenarios.test_routing import ROUTER_PORT, router_pod
+from e2e.scenarios.routers import ROUTER_PORT, router_pod
 from tests.fault.proxy import Fault, FaultProxy, Rule, Watching
 from tests.fault.scenarios import DISK
 from tests.fault.stand import Stand

@@ -13,7 +13,7 @@ import pytest
 
 from e2e.cluster.local import OPERATOR_NAMESPACE, LocalCluster
 from e2e.scenarios.kit import condition, http, wait_until
-from e2e.scenarios.test_routing import ROUTER_PORT, router_pod
+from e2e.scenarios.routers import ROUTER_PORT, router_pod
 from tests.fault.calls import Call
 from tests.fault.proxy import Fault, Rule
 from tests.fault.scenarios import plain_round

@@ -143,22 +143,37 @@ class Engine:
         self.process.stop(signal.SIGKILL)
 
 
-class Router:
-    """The real sglang-router."""
+#: How each router program is started, by the type that an EnginePool calls it.
+ROUTERS = {
+    "SGLangRouter": (sys.executable, "-m", "sglang_router.launch_router"),
+    "SMG": (sys.executable, "-m", "smg", "launch"),
+    "VLLMRouter": (sys.executable, "-m", "vllm_router.launch_router"),
+}
 
-    def __init__(self, directory: Path) -> None:
+
+class Router:
+    """A real router; ``arguments`` win over ours."""
+
+    def __init__(self, directory: Path, kind: str = "SGLangRouter", *arguments: str) -> None:
+        self.kind = kind
         self.host = address()
         self.port = free_port(self.host)
+        self.metrics_port = free_port(self.host)
         self.url = f"http://{self.host}:{self.port}"
+        self.metrics = f"http://{self.host}:{self.metrics_port}"
         self._directory = directory
+        self._arguments = arguments
         self.http = httpx.Client(base_url=self.url, timeout=10)
         self.process: Process | None = None
 
     def start(self) -> Router:
-        argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", self.host, "--port", str(self.port)]
-        argv += ["--policy", "round_robin", "--prometheus-host", self.host, "--prometheus-port"]
-        argv += [str(free_port(self.host)), "--worker-startup-timeout-secs", "5", "--disable-health-check"]
-        self.process = Process("router", self._directory, argv, {})
+        argv = [*ROUTERS[self.kind], "--host", self.host, "--port", str(self.port)]
+        argv += ["--policy", "round_robin", "--prometheus-host", self.host, "--prometheus-port", str(self.metrics_port)]
+        # An engine that does not answer at first is asked again within the start-up timeout, which is short.
+        argv += ["--worker-startup-timeout-secs", "5", "--worker-startup-check-interval", "1"]
+        if self.kind != "VLLMRouter" and "--health-check-interval-secs" not in self._arguments:
+            argv += ["--disable-health-check"]
+        self.process = Process(f"router-{self.kind}", self._directory, [*argv, *self._arguments], {})
         until("router up", lambda: self.http.get("/liveness").status_code == 200)
         return self
 

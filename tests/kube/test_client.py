@@ -69,6 +69,19 @@ async def test_status_is_written_only_at_the_version_it_was_decided_on(kube: Kub
     assert cleared["status"]["observedGeneration"] == 1, "what is not named stays"
 
 
+async def test_a_label_is_set_on_the_object_that_is_meant_and_makes_none(kube: KubeClient, namespace: str) -> None:
+    made = await kube.create(CONFIGMAPS, namespace, configmap("c", kept="yes"), timeout=T)
+    uid = made["metadata"]["uid"]
+    marked = await kube.label(CONFIGMAPS, namespace, "c", uid=uid, labels={"a/b": "true"}, timeout=T)
+    assert (marked["metadata"]["labels"], marked["data"]) == ({"a/b": "true"}, {"kept": "yes"})
+    bare = await kube.label(CONFIGMAPS, namespace, "c", uid=uid, labels={"a/b": None}, timeout=T)
+    assert "labels" not in bare["metadata"]
+    with pytest.raises(Conflict):
+        await kube.label(CONFIGMAPS, namespace, "c", uid="another", labels={"a/b": "true"}, timeout=T)
+    with pytest.raises(NotFound):
+        await kube.label(CONFIGMAPS, namespace, "none", uid=uid, labels={"a/b": "true"}, timeout=T)
+
+
 async def test_another_object_of_the_same_name_is_refused(kube: KubeClient, namespace: str) -> None:
     old = await kube.create(CONFIGMAPS, namespace, configmap("c"), timeout=T)
     await kube.delete(CONFIGMAPS, namespace, "c", uid=old["metadata"]["uid"], timeout=T)

@@ -75,6 +75,7 @@ def gate(
     incarnation: str | None = "inc",
     generation: int = 5,
     startup: ErrorReason | None = None,
+    shunned: dict[str, str] | None = None,
 ) -> GateStatus:
     """What a gate says of its engine."""
     return GateStatus(
@@ -87,6 +88,7 @@ def gate(
         holds=HoldsRecord(version=holds[0], manifest_digest=holds[1]) if holds else None,
         loads=(LoadRecord(operation="o", version=12, manifest_digest=DIGEST, state=load),) if load else (),
         routed=routed or {},
+        shunned=shunned or {},
         uncertain=uncertain,
         startup=ErrorBody(reason=startup, message="main does not answer") if startup else None,
     )

@@ -26,9 +26,9 @@ def test_a_silent_engine_out_of_every_router_counts_as_closed() -> None:
 def test_where_readiness_is_a_router_no_removal_closes_an_engine() -> None:
     """Its pod stays Ready while its gate is silent, so a Service goes on sending requests to it."""
     router = {"name": "r", "type": "SGLangRouter", "url": "http://r:1"}
-    service = {"name": "s", "type": "Readiness"}
-    named = [closable_routers(pool(routers=routers)) for routers in ([], [router], [service], [router, service])]
-    assert named == [0, 1, 0, 0]
+    service, gateway = {"name": "s", "type": "Readiness"}, {"name": "g", "type": "InferencePool"}
+    pools = ([], [router], [service], [router, service], [gateway], [router, gateway])
+    assert [closable_routers(pool(routers=routers)) for routers in pools] == [0, 1, 0, 0, 0, 0]
     assert closable_routers(None) == 0
 
 

@@ -159,6 +159,23 @@ def test_engines_that_take_no_weights_are_said_in_the_words_of_their_gates() -> 
     assert "SGLang 9.9 is not known" in message
 
 
+def test_an_engine_that_a_router_lists_and_sends_nothing_is_never_called_fine() -> None:
+    ill = row(0, shunned={"r": "its circuit breaker is open"})
+    some = status(ill, row(1))
+    assert condition(some, "Degraded") == ("True", "EnginesShunned")
+    assert "router r sends it no requests: its circuit breaker is open" in str(some["conditions"])
+    assert condition(some, "AdmissionOpen") == ("True", "EnginesOpen")
+    # What a router that is not the pool's any more thought of it is nobody's concern.
+    assert condition(status(row(0, shunned={"old": "x"})), "Degraded") == ("False", "AsExpected")
+    # No request gets through.
+    assert condition(status(ill), "AdmissionOpen") == ("False", "EnginesShunned")
+    # One router of two does send requests.
+    both = row(0, routed={"r": True, "s": True}, shunned={"r": "x"})
+    two = status(both, routers=frozenset({"r", "s"}))
+    assert condition(two, "AdmissionOpen") == ("True", "EnginesOpen")
+    assert condition(two, "Degraded") == ("True", "EnginesShunned")
+
+
 def test_outdated_pods_are_counted() -> None:
     r = row(0)
     found = status(Row(r.pod, r.derived, r.gate, r.answered, outdated=True), row(1))

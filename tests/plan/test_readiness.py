@@ -13,7 +13,7 @@ from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.plan.lifecycle import Derived, pod_fact
 from rlfleet.plan.pods import READY_WHEN_PROVEN_ENV, build_pod
 from rlfleet.plan.pool_elastic import Row
-from rlfleet.plan.readiness import changes
+from rlfleet.plan.readiness import changes, label_changes
 from rlfleet.plan.template import GATE, is_outdated, template_hash
 from rlfleet.router.readiness import pod_condition
 from tests.plan.pool_kit import fact, gate, pool
@@ -70,6 +70,38 @@ def test_an_engine_that_a_round_closed_stays_admitted_and_one_that_failed_does_n
     assert changes([row(0, S.LOADING, True, Reason.ENGINES_CLOSED)], operating=False) == ()
     # What it opens again is admitted while it still runs.
     assert [c.current for c in changes([row(0, S.ACTIVE, False)], operating=True)] == [True]
+
+
+def test_a_label_follows_the_same_states() -> None:
+    rows = [
+        row(0, S.ACTIVE, None),
+        row(1, S.ACTIVE, None, serving=True),
+        row(2, S.QUARANTINED, None, Reason.POISONED, serving=True),
+        row(3, S.LOADING, None, Reason.CATCH_UP_PENDING, serving=True),
+        row(4, S.DRAINING, None, deleting=True, serving=True),
+    ]
+    found = label_changes(rows, operating=False, by_label=True)
+    assert [(c.uid, c.current) for c in found] == [("uid-2", False), ("uid-3", False), ("uid-0", True)]
+    # A round alone changes none.
+    assert [c.uid for c in label_changes(rows, operating=True, by_label=True)] == ["uid-2", "uid-0"]
+
+
+def test_no_pod_keeps_the_label_where_no_router_goes_by_it() -> None:
+    rows = [row(0, S.ACTIVE, None), row(1, S.ACTIVE, None, serving=True), row(2, S.LOADING, None, serving=True)]
+    found = label_changes(rows, operating=True, by_label=False)
+    assert [(c.uid, c.current) for c in found] == [("uid-1", False), ("uid-2", False)]
+
+
+def test_a_pod_is_made_without_the_label_whatever_its_template_says() -> None:
+    made = pool(routers=[{"name": "gateway", "type": "InferencePool"}])
+    made["spec"]["source"]["template"]["metadata"] = {"labels": {labels.SERVING: "true", "app": "x"}}
+    pod = build_pod(made, 0, "a-0", public_keys={})
+    assert labels.SERVING not in pod["metadata"]["labels"]
+    assert pod["metadata"]["labels"]["app"] == "x"
+    pod["metadata"]["uid"] = "u"
+    assert pod_fact(pod, owner_uid="pool-uid").serving is False
+    pod["metadata"]["labels"][labels.SERVING] = "true"
+    assert pod_fact(pod, owner_uid="pool-uid").serving is True
 
 
 def test_the_condition_names_the_pod_that_is_meant() -> None:

@@ -145,10 +145,11 @@ volumes:
 
 {{/* What the operator may do in the namespaces that it serves. */}}
 {{- define "rlfleet.rules" -}}
-# Engine pods are created, and deleted with a UID precondition.
+# Engine pods are created, and deleted with a UID precondition. One label of theirs is changed: rlfleet.dev/serving, of
+# pools with an InferencePool router.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, delete, patch]
 # Their status is the kubelet's but for one condition, rlfleet.dev/weights-current, of pools with a Readiness router.
 - apiGroups: [""]
   resources: [pods/status]

@@ -138,6 +138,10 @@ class Reason(_Documented):
     GATES_UNREACHABLE = "GatesUnreachable", "more gates are silent than maxUnavailable allows"
     ROUTER_UNREACHABLE = "RouterUnreachable", "a router does not answer, so its entries are unknown"
     ROUTER_AMBIGUOUS = "RouterAmbiguous", "more than one running pod matches a router's selector"
+    ENGINES_SHUNNED = (
+        "EnginesShunned",
+        "a router lists engines and sends them no requests: its health check or circuit breaker holds them for ill",
+    )
     TOPOLOGY_KNOWN = "TopologyKnown", "the devices of trainer and engines are known and fit the transport"
     TOPOLOGY_NOT_NEEDED = "TopologyNotNeeded", "transport CPUSerialize works wherever trainer and engines are placed"
     TOPOLOGY_UNKNOWN = (

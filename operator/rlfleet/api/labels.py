@@ -35,6 +35,9 @@ MAX_QUARANTINE_REASON: Final = 200
 #: Condition of engine pods in pools with a Readiness router, and the readiness gate that waits for it: the engine
 #: serves the committed version.
 WEIGHTS_CURRENT: Final = f"{GROUP}/weights-current"
+#: On engine pods in pools with an InferencePool router, "true" while the engine serves the committed version; on no
+#: other pod.
+SERVING: Final = f"{GROUP}/serving"
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY_VALUE: Final = "rlfleet"
 

@@ -336,6 +336,11 @@ GATE: tuple[Metric, ...] = (
     Metric("rlfleet_gate_engine_paused", G, "1 paused, 0 not paused, -1 unknown; as last observed."),
     Metric("rlfleet_gate_engine_version", G, "Version that the engine is proven to hold; absent while none is proven."),
     Metric("rlfleet_gate_uncertain", G, "1 while an operation has no recorded end."),
+    Metric(
+        "rlfleet_gate_shunning_routers",
+        G,
+        "Routers that list the engine and send it no requests: unhealthy to them, or their circuit breaker is open.",
+    ),
 )
 
 SENDER: tuple[Metric, ...] = (

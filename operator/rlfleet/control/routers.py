@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
@@ -20,7 +21,7 @@ from rlfleet.calls import CallError
 from rlfleet.kube.guard import Guard
 from rlfleet.plan.adopt import is_home
 from rlfleet.plan.pool_status import Problem
-from rlfleet.plan.template import READINESS
+from rlfleet.plan.template import BY_THE_POD
 from rlfleet.router import RouterAdapter, make_router
 
 #: A gate takes at most this many.
@@ -54,11 +55,15 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
     names: set[str] = set()
     problems: list[Problem] = []
     for router in pool["spec"].get("routers") or []:
-        if router["type"] == READINESS:
-            continue  # nothing to call: the pods' own readiness is the entry
+        if router["type"] in BY_THE_POD:
+            continue  # nothing to call: the pods' own readiness or label is the entry
         name, kind = router["name"], RouterType(router["type"])
+        metrics_port = router.get("metricsPort")
         if router.get("url"):
-            endpoints.append(RouterEndpoint(name=name, type=kind, url=router["url"].rstrip("/")))
+            url = router["url"].rstrip("/")
+            host = urlsplit(url).hostname or ""
+            metrics = base_url(host, int(metrics_port)) if metrics_port and host else None
+            endpoints.append(RouterEndpoint(name=name, type=kind, url=url, metrics=metrics))
             names.add(name)
             continue
         match = (router.get("podSelector") or {}).get("matchLabels") or {}
@@ -69,8 +74,10 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
         # Several replicas of a router each have their own list, so each one is a router to us.
         for pod in found:
             own = name if len(found) == 1 else f"{name}:{pod['metadata']['name']}"
-            url = base_url(pod["status"]["podIP"], int(router["port"]))
-            endpoints.append(RouterEndpoint(name=own[:253], type=kind, url=url))
+            ip = pod["status"]["podIP"]
+            metrics = base_url(ip, int(metrics_port)) if metrics_port else None
+            url = base_url(ip, int(router["port"]))
+            endpoints.append(RouterEndpoint(name=own[:253], type=kind, url=url, metrics=metrics))
             names.add(own[:253])
     if len(endpoints) > MAX_ENDPOINTS:
         problems.append(

@@ -104,8 +104,8 @@ class Gate:
 
     async def status(self) -> GateStatus:
         """Everything known of this engine process, read now."""
-        (_, report), routed, devices = await asyncio.gather(
-            self._observe(), self.ctx.routers.routed(), self.ctx.devices.report()
+        (_, report), entries, devices = await asyncio.gather(
+            self._observe(), self.ctx.routers.look(), self.ctx.devices.report()
         )
         facts = await self.ctx.engine.facts()
         store, enrolment, fence = self.store, self.store.enrolment, self.store.fence
@@ -115,6 +115,8 @@ class Gate:
         metrics.paused.set(-1 if report.paused is None else int(report.paused))
         metrics.uncertain.set(int(uncertain))
         metrics.holds(store.holds.version if store.holds else None)
+        shunned = {name: entry.shunned[:200] for name, entry in entries.items() if entry is not None and entry.shunned}
+        metrics.shunned.set(len(shunned))
         return GateStatus(
             protocol_version=PROTOCOL_VERSION,
             gate_version=__version__,
@@ -137,7 +139,8 @@ class Gate:
             wedged=self.operations.wedged,
             staged=staging.report() if staging else None,
             staging_capacity_bytes=self.ctx.area.usable_bytes,
-            routed=routed,
+            routed={name: None if entry is None else entry.listed for name, entry in entries.items()},
+            shunned=shunned,
             devices=devices,
             released=store.memory.released,
             releasing=bool(store.memory.in_between),

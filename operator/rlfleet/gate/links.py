@@ -19,7 +19,7 @@ from rlfleet.calls import CallError
 from rlfleet.engine import Capability, EngineAdapter, Facts, View, known
 from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
-from rlfleet.router import RouterAdapter, make_router, normal
+from rlfleet.router import Entry, RouterAdapter, make_router, normal
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Routers:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._adapters: dict[tuple[str, str], RouterAdapter] = {}
+        self._adapters: dict[tuple[str, str, str | None], RouterAdapter] = {}
 
     async def close(self) -> None:
         """Close connections; touches no entry."""
@@ -160,20 +160,24 @@ class Routers:
 
     def adapter(self, router: RouterEndpoint) -> RouterAdapter:
         """The adapter for one router, with its connections kept open."""
-        key = (router.type.value, router.url)
+        key = (router.type.value, router.url, router.metrics)
         if key not in self._adapters:
-            self._adapters[key] = make_router(router.type.value, router.url)
+            self._adapters[key] = make_router(*key)
         return self._adapters[key]
 
     async def routed(self) -> dict[str, bool | None]:
         """Router name -> whether it lists our URL; None: it does not answer."""
+        return {name: None if entry is None else entry.listed for name, entry in (await self.look()).items()}
+
+    async def look(self) -> dict[str, Entry | None]:
+        """Router name -> our entry there; None: it does not answer."""
         endpoints = self.endpoints()
-        answers = await asyncio.gather(*(self._lists(r) for r in endpoints))
+        answers = await asyncio.gather(*(self._look(r) for r in endpoints))
         return {r.name: answer for r, answer in zip(endpoints, answers, strict=True)}
 
-    async def _lists(self, router: RouterEndpoint) -> bool | None:
+    async def _look(self, router: RouterEndpoint) -> Entry | None:
         try:
-            return await self.adapter(router).lists(self.own_url, ROUTER_SECONDS)
+            return await self.adapter(router).look(self.own_url, ROUTER_SECONDS)
         except CallError as e:
             log.debug("router %s: %s", router.name, e)
             return None

@@ -25,6 +25,7 @@ class GateMetrics:
         self.paused = made.gauge("rlfleet_gate_engine_paused")
         self.paused.set(-1)
         self.uncertain = made.gauge("rlfleet_gate_uncertain")
+        self.shunned = made.gauge("rlfleet_gate_shunning_routers")
         self._version = made.gauge("rlfleet_gate_engine_version")
         self.holds(None)
 

@@ -302,6 +302,21 @@ class KubeClient:
             write=True,
         )
 
+    async def label(
+        self, res: Resource, ns: str, name: str, *, uid: str, labels: Mapping[str, str | None], timeout: float
+    ) -> Obj:
+        """Set labels (None deletes) of the object with this UID; Conflict when another one bears the name now."""
+        return await self._call(
+            "patch",
+            "PATCH",
+            res,
+            res.path(ns, name),
+            body={"metadata": {"uid": uid, "labels": dict(labels)}},
+            content_type=MERGE_PATCH,
+            timeout=timeout,
+            write=True,
+        )
+
     async def delete(
         self,
         res: Resource,

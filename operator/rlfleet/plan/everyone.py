@@ -3,7 +3,8 @@
 Invariant: nobody can reach its engine, which may hold other weights than those that are committed. That takes all of:
 it is in no router, read back; nothing that is still on its way can open it again (this process alone has driven the
 pipeline since that gate last answered, and has no open or resume there without an end); and there is no other door, so
-never in a pool without routers, nor where the pod's readiness is one: a Service then leads to the engine.
+never in a pool without routers, nor where the pod itself is one by its readiness or a label: whoever watches pods then
+leads to the engine, and nobody can read back who has seen the change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlfleet.plan.template import by_readiness
+from rlfleet.plan.template import BY_THE_POD
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,8 @@ class Silence:
 
 def closable_routers(pool: Mapping[str, Any] | None) -> int:
     """How many routers the pool names; 0 where taking an engine out of all of them leaves a door open."""
-    if pool is None or by_readiness(pool):
-        return 0
-    return len(pool["spec"].get("routers") or [])
+    routers = [] if pool is None else pool["spec"].get("routers") or []
+    return 0 if any(r.get("type") in BY_THE_POD for r in routers) else len(routers)
 
 
 def may_be_asked_to_leave(s: Silence) -> bool:

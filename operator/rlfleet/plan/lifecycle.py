@@ -79,6 +79,8 @@ class PodFact:
     owned: bool = True
     #: Its condition weights-current; None: the pod has no such readiness gate.
     current: bool | None = None
+    serving: bool = False
+    """It bears the label that an InferencePool selects."""
     quarantine: str | None = None
     """Why a person keeps it out of service; None: nobody does."""
     tls: bool = False
@@ -169,6 +171,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
         current=_current(pod, conditions),
+        serving=labels.SERVING in marks,
         quarantine=quarantine_of(pod),
         tls=gate_variable(pod, TLS_DIR_ENV) is not None,
     )

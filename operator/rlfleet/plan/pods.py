@@ -149,7 +149,7 @@ def build_pod(
             "name": name,
             "namespace": meta["namespace"],
             "labels": {
-                **(template_meta.get("labels") or {}),
+                **{k: v for k, v in (template_meta.get("labels") or {}).items() if k != labels.SERVING},
                 labels.PIPELINE: pool["spec"]["pipeline"],
                 labels.POOL: meta["name"],
                 labels.ENGINE_INDEX: str(index),

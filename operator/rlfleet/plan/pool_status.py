@@ -290,6 +290,9 @@ def _admission(o: Observed, rows: Sequence[Row]) -> Verdict:
         message = "without their pipeline no gate is asked: engines that were open may still serve"
         return type_, ConditionStatus.UNKNOWN, Reason.PIPELINE_NOT_FOUND, message
     active = [r for r in rows if r.derived.state is EngineState.ACTIVE or (_unrecorded(r) and _open(r, o.routers))]
+    shunned = _shunned(o, active)
+    if shunned and len(shunned) == len(active) and all(_by_all(r, o.routers) for r in shunned):
+        return type_, ConditionStatus.FALSE, Reason.ENGINES_SHUNNED, _shunning(shunned)
     if any(r.answered for r in active):
         reason = Reason.ENGINES_OPEN if o.routers else Reason.NO_ROUTERS
         return type_, ConditionStatus.TRUE, reason, ""
@@ -297,6 +300,22 @@ def _admission(o: Observed, rows: Sequence[Row]) -> Verdict:
         return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, "no gate of an active engine answers"
     reason = Reason.NO_ENGINES if not rows else Reason.ENGINES_CLOSED
     return type_, ConditionStatus.FALSE, reason, "no engine accepts requests"
+
+
+def _shunned(o: Observed, rows: Iterable[Row]) -> list[Row]:
+    """Engines that serve, and that a router lists and sends no requests."""
+    return [r for r in rows if r.answered and r.gate is not None and o.routers & r.gate.shunned.keys()]
+
+
+def _by_all(row: Row, routers: frozenset[str]) -> bool:
+    return row.gate is not None and routers <= row.gate.shunned.keys()
+
+
+def _shunning(shunned: Sequence[Row]) -> str:
+    first = shunned[0]
+    assert first.gate is not None
+    router, why = min(first.gate.shunned.items())
+    return f"{len(shunned)} engines, among them {first.pod.name}: router {router} sends it no requests: {why}"
 
 
 def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
@@ -352,6 +371,9 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     kept = [r for r in rows if r.derived.reason is Reason.ROUTER_UNREACHABLE]
     if kept and all(p.reason is not Reason.ROUTER_UNREACHABLE for p in problems):
         problems.append(Problem(Reason.ROUTER_UNREACHABLE, f"{kept[0].pod.name}: {kept[0].derived.message}"))
+    shunned = _shunned(o, (r for r in rows if r.derived.state is EngineState.ACTIVE))
+    if shunned:
+        problems.append(Problem(Reason.ENGINES_SHUNNED, _shunning(shunned)))
     silent = [r for r in rows if r.derived.reason in _SILENT]
     if silent:
         reason = silent[0].derived.reason

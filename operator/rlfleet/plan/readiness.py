@@ -1,4 +1,4 @@
-"""Which engine pods may receive requests, in pools whose router is the pods' own readiness.
+"""Which engine pods may receive requests, in pools whose router is the pods' own readiness, or a label of theirs.
 
 Invariants:
 - a pod is current only while its engine is Active: it holds the committed version, proven, and is open;
@@ -22,7 +22,7 @@ _EARLY = frozenset({EngineState.PENDING, EngineState.BOOTING})
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The condition that one pod is to get. ``uid``: of the pod that is meant."""
+    """The condition, or the label, that one pod is to get. ``uid``: of the pod that is meant."""
 
     name: str
     uid: str
@@ -37,11 +37,27 @@ def changes(rows: Iterable[Row], *, operating: bool) -> tuple[Readiness, ...]:
     ``operating``: an operation of the pipeline runs, so that an engine is closed says nothing yet. One that is closed
     though it holds the committed version is about to be opened, by a round that just began or just ended.
     """
+    return _changes(((row, row.pod.current) for row in rows), operating=operating)
+
+
+def label_changes(rows: Iterable[Row], *, operating: bool, by_label: bool) -> tuple[Readiness, ...]:
+    """The same for the label ``rlfleet.dev/serving``. ``by_label``: the pool has a router that goes by it.
+
+    Where none does any more, no pod keeps the label: whoever still selects it would not hear of a withdrawal.
+    """
+    if by_label:
+        return _changes(((row, row.pod.serving) for row in rows), operating=operating)
+    left = [row for row in rows if row.pod.serving and row.pod.live]
+    reason = Reason.NO_ROUTERS.value
+    return tuple(sorted((Readiness(r.pod.name, r.pod.uid, False, reason, "") for r in left), key=lambda r: r.name))
+
+
+def _changes(rows: Iterable[tuple[Row, bool | None]], *, operating: bool) -> tuple[Readiness, ...]:
     found = []
-    for row in rows:
+    for row, current in rows:
         pod, state = row.pod, row.derived.state
         wanted = state is EngineState.ACTIVE
-        if not pod.live or pod.current is None or pod.current is wanted:
+        if not pod.live or current is None or current is wanted:
             continue
         if state is EngineState.LOADING and (operating or row.derived.reason is Reason.ENGINES_CLOSED):
             continue

@@ -39,6 +39,10 @@ STARTED_PATH: Final[Mapping[str, str]] = {"SGLang": "/model_info", "VLLM": "/hea
 
 #: The type of a router in spec.routers that is no program: the readiness of the engine's pod.
 READINESS: Final = "Readiness"
+#: The same, by a label of the engine's pod.
+INFERENCE_POOL: Final = "InferencePool"
+#: Types of routers that are no program to call: requests follow from what the pod says.
+BY_THE_POD: Final = frozenset({READINESS, INFERENCE_POOL})
 #: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
 TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
 #: The key of one pod's engine for its control paths, for the engine's own arguments to refer to: SGLang takes
@@ -116,6 +120,11 @@ def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
 def by_readiness(pool: Mapping[str, Any]) -> bool:
     """Whether pods are Ready only while their engine serves the committed version."""
     return any(r.get("type") == READINESS for r in pool["spec"].get("routers") or [])
+
+
+def by_label(pool: Mapping[str, Any]) -> bool:
+    """Whether pods bear the label ``rlfleet.dev/serving`` while their engine serves the committed version."""
+    return any(r.get("type") == INFERENCE_POOL for r in pool["spec"].get("routers") or [])
 
 
 def staging_mib(pool: Mapping[str, Any]) -> int:

@@ -4,13 +4,25 @@ Invariants every adapter keeps:
 - URLs are compared in one normal form (``normal``): a router that does not normalise would otherwise hold the same
   engine twice, and a look-up for one spelling would miss the other;
 - "accepted" is not "listed": ``add`` ends only when the router's own job has ended;
+- "listed" is not "used": an entry that the router shuns (health check, circuit breaker) says so;
 - a router that does not answer raises; an empty list is only ever an answer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An engine as one router sees it. ``shunned``: why it is sent no requests though listed, in the router's words;
+    empty: as far as the router tells, it is sent some.
+    """
+
+    listed: bool
+    shunned: str = ""
 
 
 class RouterAdapter(Protocol):
@@ -20,6 +32,9 @@ class RouterAdapter(Protocol):
 
     async def close(self) -> None:
         """Close connections; touches nothing at the router."""
+
+    async def look(self, url: str, seconds: float) -> Entry:
+        """Whether the router knows this engine, and uses it."""
 
     async def lists(self, url: str, seconds: float) -> bool:
         """Whether the router knows this engine."""

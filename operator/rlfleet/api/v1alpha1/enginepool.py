@@ -191,13 +191,18 @@ class Placement(Spec):
 
 
 class RouterKind(StrEnum):
-    """How an engine is taken out of the way of requests. SGLangRouter: its gate adds and removes it at the router.
+    """How an engine is taken out of the way of requests.
 
-    Readiness: by its pod's readiness; Services, and whatever else reads EndpointSlices, follow.
+    SGLangRouter, SMG, VLLMRouter: its gate adds it to that router's list of workers and removes it there. Readiness:
+    by its pod's readiness; Services, and whatever else reads EndpointSlices, follow. InferencePool: by a label of its
+    pod; an InferencePool of the Gateway API, and whatever else selects pods by labels, follows.
     """
 
     SGLANG_ROUTER = RouterType.SGLANG_ROUTER.value
+    SMG = RouterType.SMG.value
+    VLLM_ROUTER = RouterType.VLLM_ROUTER.value
     READINESS = "Readiness"
+    INFERENCE_POOL = "InferencePool"
 
 
 class Router(Spec):
@@ -206,12 +211,14 @@ class Router(Spec):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "self.type == 'Readiness' || has(self.podSelector) != has(self.url)",
+                "self.type in ['Readiness', 'InferencePool'] || has(self.podSelector) != has(self.url)",
                 "exactly one of podSelector and url must be set",
             ),
             rule(
-                "self.type != 'Readiness' || !(has(self.podSelector) || has(self.url) || has(self.port))",
-                "type Readiness takes neither podSelector nor url nor port: Services select the engines' pods",
+                "!(self.type in ['Readiness', 'InferencePool']) || !(has(self.podSelector) || has(self.url) || "
+                "has(self.port) || has(self.metricsPort))",
+                "types Readiness and InferencePool take neither podSelector nor url nor ports: Services and "
+                "InferencePools select the engines' pods",
                 at=".type",
             ),
             rule(
@@ -233,13 +240,20 @@ class Router(Spec):
     type: RouterKind = Field(
         description="The router's API. Readiness: none; pods of this pool become Ready only while their engine serves "
         "the committed version (readiness gate rlfleet.dev/weights-current), and Services follow. Adding or removing "
-        "it changes pods, so they become outdated."
+        "it changes pods, so they become outdated. InferencePool: none; pods of this pool bear the label "
+        'rlfleet.dev/serving: "true" only while their engine serves the committed version, for the selector of an '
+        "InferencePool. Not for adopted pods."
     )
     pod_selector: LabelSelector | None = Field(default=None, description="Selects the one pod that runs the router.")
     port: Port | None = Field(default=None, description="Port of the router in the selected pod.")
     url: Url | None = Field(
         default=None,
         description="Base URL of a router that is no pod of this namespace, for instance http://10.0.0.9:30001.",
+    )
+    metrics_port: Port | None = Field(
+        default=None,
+        description="Port of the router's metrics (--prometheus-port), on the host of its API. With it gates also see "
+        "circuit breakers that are open, which routers tell nowhere else; without it only failed health checks.",
     )
 
 
@@ -267,6 +281,11 @@ class EnginePoolSpec(Spec):
                 at=".shrink",
             ),
             *POD_RULES,
+            rule(
+                "!has(self.source.adopt) || !has(self.routers) || self.routers.all(r, r.type != 'InferencePool')",
+                "routers of type InferencePool need source.template: labels of adopted pods are their owner's",
+                at=".routers",
+            ),
             rule(
                 "self.gate.port != self.engine.port",
                 "gate.port and engine.port must differ: both listen on the pod's address",

@@ -34,6 +34,8 @@ class RouterType(StrEnum):
     """Routers that a gate can add its engine to."""
 
     SGLANG_ROUTER = "SGLangRouter"
+    SMG = "SMG"
+    VLLM_ROUTER = "VLLMRouter"
 
 
 class RouterEndpoint(Request):
@@ -43,6 +45,7 @@ class RouterEndpoint(Request):
     type: RouterType
     url: Url
     gone: bool = False
+    metrics: Url | None = Field(default=None, description="base URL of its metrics, where circuit breakers are told")
 
 
 class EnrollRequest(Request):
@@ -71,6 +74,9 @@ class EnrollRequest(Request):
         body = self.model_dump(mode="json", by_alias=True, exclude={"generation"})
         if self.engine_process is None:
             del body["engineProcess"]  # as gates and operators from before it was there have it
+        for router in body["routers"]:
+            if router["metrics"] is None:
+                del router["metrics"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -149,6 +149,11 @@ class GateStatus(Report):
     routed: dict[str, bool | None] = Field(
         default_factory=dict, description="router name -> it lists us; None: unknown"
     )
+    shunned: dict[str, str] = Field(
+        default_factory=dict,
+        description="router name -> why it sends us no requests although it lists us: its health check, or its circuit "
+        "breaker; routers that do not say so are left out",
+    )
     devices: DeviceReport = DeviceReport(source="Unknown")
     released: tuple[MemoryTag, ...] = Field(
         default=(), description="what the engine has given back and not taken again"
