@@ -83,6 +83,38 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
     ),
     (
         pipeline(),
+        [pool(args=["--enable-lora", "--max-lora-rank", "8"])],
+        Reason.ENGINE_LORA,
+        "the engine of pool a runs with --enable-lora; adapters stay what they are when the weights under them change: "
+        "leave it out and train merged weights",
+        {"a"},
+    ),
+    (
+        pipeline(),
+        [pool(engine=engine(type="VLLM", model="m", args=["--speculative_config.method", "ngram"]))],
+        Reason.ENGINE_DRAFT_MODEL,
+        "the engine of pool a runs with --speculative_config.method ngram; rounds bring no weights to a draft model, "
+        "which would go on guessing for the old policy: leave it out",
+        {"a"},
+    ),
+    (
+        pipeline(),
+        [pool(container={"command": ["sh", "-c", "[ -n x ] && exec vllm serve m -q fp8"]})],
+        Reason.ENGINE_QUANTIZED,
+        "the engine of pool a runs with -q fp8; a round brings weights as the trainer has them, which had to be "
+        "quantised anew: leave it out",
+        {"a"},
+    ),
+    (
+        pipeline(),
+        [pool(args=["--ep-size=8"])],
+        Reason.ENGINE_EXPERT_PARALLEL,
+        "the engine of pool a runs with --ep-size 8; each rank holds experts of its own, which weights would "
+        "have to be sorted for: leave it out",
+        {"a"},
+    ),
+    (
+        pipeline(),
         [pool(args=["--nnodes", "2"])],
         Reason.ENGINE_SPANS_PODS,
         "the engine of pool a runs with --nnodes 2; one pod is one engine: choose a parallelism that fits one node",
@@ -92,7 +124,7 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(),
         [pool(args=["--dp=4"])],
         Reason.ENGINE_DATA_PARALLEL,
-        "the engine of pool a runs with --dp-size 4; weights reach only one of its replicas: leave it out and raise "
+        "the engine of pool a runs with --dp 4; weights reach only one of its replicas: leave it out and raise "
         "spec.replicas",
         {"a"},
     ),
@@ -230,6 +262,12 @@ FINE: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     (pipeline(trainer={"gpus": TRAIN}), [pool(placement=pinned("GPU-0")), pool("b")]),
     (pipeline(), [pool(container=GPU, engine=engine(2))]),
     (pipeline(), [pool(args=["--dp-size", "1", "--nnodes=1", "--disaggregation-mode", "null"])]),
+    (
+        pipeline(),
+        [pool(args=["--quantization", "none", "--ep-size=1", "--moe-a2a-backend", "none"])],
+    ),
+    # Before the engine's program one letter is somebody else's.
+    (pipeline(), [pool(container={"command": ["sh", "-c", "pip -q x; test -n y; exec vllm serve m"]})]),
     (pipeline(), [pool(container={"command": ["sh", "-c", "echo 'unbalanced"]})]),
     (pipeline(), [pool(gate={"image": "g", "stagingMiB": 1024, "resources": {"limits": {"memory": "1.25Gi"}}})]),
     (pipeline(), [pool("a", engine=engine(model="m")), pool("b", engine=engine(model="m"))]),

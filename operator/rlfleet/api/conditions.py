@@ -166,6 +166,13 @@ class Reason(_Documented):
     ENGINE_SPANS_PODS = "EngineSpansPods", "engine arguments spread one engine over several pods"
     ENGINE_DATA_PARALLEL = "EngineDataParallel", "engine arguments make several replicas in one engine"
     ENGINE_DISAGGREGATED = "EngineDisaggregated", "engine arguments make an engine that prefills or decodes only"
+    ENGINE_LORA = "EngineLora", "engine arguments serve LoRA adapters, which a round would leave over other weights"
+    ENGINE_QUANTIZED = (
+        "EngineQuantized",
+        "engine arguments quantise weights; rounds bring them as the trainer has them",
+    )
+    ENGINE_DRAFT_MODEL = "EngineDraftModel", "engine arguments name a draft model, which rounds bring no weights to"
+    ENGINE_EXPERT_PARALLEL = "EngineExpertParallel", "engine arguments spread experts over ranks"
     STAGING_OVER_LIMIT = "StagingOverLimit", "the gate's memory limit is too small for its staging volume"
     MODELS_DIFFER = "ModelsDiffer", "pools of one pipeline name different models"
     DEVICES_SHARED_BY_POOLS = "DevicesSharedByPools", "two Pinned pools list the same devices"

@@ -27,12 +27,14 @@ def _split(word: str) -> list[str]:
 
 
 def values(words: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Every (flag, value) of the flags ``names``, whether written as two words or with ``=``; "" without a value."""
+    """Every (flag, value) of the flags ``names``, however they are written; "" for a flag without a value."""
     found = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
+        written, equals, value = word.partition("=")
+        # vLLM takes underscores for dashes, and --config.key for one key of a flag that holds JSON.
+        name = written.split(".", 1)[0].replace("_", "-") if written.startswith("-") else written
         if name in names:
-            found.append((name, value if equals else ("" if following.startswith("--") else following)))
+            found.append((written, value if equals else ("" if following.startswith("--") else following)))
     return found
 
 

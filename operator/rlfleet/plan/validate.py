@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rlfleet.api.conditions import Reason
-from rlfleet.plan import command_line
 from rlfleet.plan.blocks import blocks_of, slots_of
+from rlfleet.plan.engine_arguments import refused
 from rlfleet.plan.presets import engine_words
 from rlfleet.plan.template import (
     ENGINE,
@@ -163,40 +163,11 @@ def _device_books(pools: Sequence[Obj]) -> Iterable[Violation]:
             )
 
 
-#: Arguments of an engine that make its pod something else than one whole engine: names, values that are harmless,
-#: reason, and what is the matter.
-_ENGINE_ARGUMENTS: Final[Sequence[tuple[tuple[str, ...], tuple[str, ...], Reason, str]]] = (
-    (
-        ("--nnodes",),
-        ("1",),
-        Reason.ENGINE_SPANS_PODS,
-        "one pod is one engine: choose a parallelism that fits one node",
-    ),
-    (
-        ("--dp-size", "--data-parallel-size", "--dp"),
-        ("1",),
-        Reason.ENGINE_DATA_PARALLEL,
-        "weights reach only one of its replicas: leave it out and raise spec.replicas",
-    ),
-    (
-        ("--disaggregation-mode",),
-        ("null",),
-        Reason.ENGINE_DISAGGREGATED,
-        "prefill and decode engines answer only together, and a round would pause one without the other: leave it out",
-    ),
-)
-
-
 def _whole_engines(pools: Sequence[Obj]) -> Iterable[Violation]:
     """One pod is one engine that is updated as a whole."""
     for pool in pools:
-        words = engine_words(pool)
-        for names, harmless, reason, advice in _ENGINE_ARGUMENTS:
-            value = command_line.value(words, names)
-            if value is not None and value not in harmless:
-                yield Violation(
-                    reason, f"the engine of pool {_name(pool)} runs with {names[0]} {value}; {advice}", _named([pool])
-                )
+        for reason, what in refused(engine_words(pool)):
+            yield Violation(reason, f"the engine of pool {_name(pool)} {what}", _named([pool]))
 
 
 def _staging(pools: Sequence[Obj]) -> Iterable[Violation]:
