@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate.kit import Engine, Gate, Operator, Weights
+from tests.gate.kit import Engine, Gate, Operator, Weights, until
 
 KEY = "key-of-this-pod"
 #: What could change or stop an engine behind its gate's back.
@@ -30,6 +30,13 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     made.close()
 
 
+def guarded(operator: Operator) -> bool | None:
+    """What the gate saw, once it has seen it."""
+    until("tried out", lambda: "guarded" in operator.status()["engine"])
+    seen: bool | None = operator.status()["engine"]["guarded"]
+    return seen
+
+
 def test_only_the_gate_changes_the_engine(engine: Engine, make_gate: Callable[..., Gate]) -> None:
     operator = Operator(make_gate(engine.url, RLFLEET_ENGINE_ADMIN_KEY=KEY)).ready()
     operator.serve(Weights.of(5), 5)
@@ -42,3 +49,18 @@ def test_only_the_gate_changes_the_engine(engine: Engine, make_gate: Callable[..
     # And with it: the key is what counts.
     right = {"Authorization": f"Bearer {KEY}"}
     assert engine.http.post("/pause_generation", json={}, headers=right).status_code == 200
+
+
+def test_the_gate_says_that_it_saw_strangers_refused(engine: Engine, make_gate: Callable[..., Gate]) -> None:
+    operator = Operator(make_gate(engine.url, RLFLEET_ENGINE_ADMIN_KEY=KEY)).ready()
+    assert guarded(operator) is True
+
+
+def test_an_engine_that_obeys_anybody_is_not_guarded(tmp_path: Path, make_gate: Callable[..., Gate]) -> None:
+    keyless = Engine(tmp_path)
+    try:
+        operator = Operator(make_gate(keyless.up().url)).ready()
+        assert guarded(operator) is False
+        assert keyless.label() == "default", "the question changed nothing"
+    finally:
+        keyless.close()

@@ -76,6 +76,7 @@ def gate(
     generation: int = 5,
     startup: ErrorReason | None = None,
     shunned: dict[str, str] | None = None,
+    guarded: bool | None = None,
 ) -> GateStatus:
     """What a gate says of its engine."""
     return GateStatus(
@@ -84,7 +85,7 @@ def gate(
         incarnation=incarnation,
         enrolled=True,
         fence=Held(pipeline="pu", operation="o", generation=generation),
-        engine=EngineReport(state=state, paused=paused),
+        engine=EngineReport(state=state, paused=paused, guarded=guarded),
         holds=HoldsRecord(version=holds[0], manifest_digest=holds[1]) if holds else None,
         loads=(LoadRecord(operation="o", version=12, manifest_digest=DIGEST, state=load),) if load else (),
         routed=routed or {},

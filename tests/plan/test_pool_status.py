@@ -46,10 +46,16 @@ def condition(found: dict[str, Any], type_: str) -> tuple[str, str]:
     return c["status"], c["reason"]
 
 
-def test_engines_are_fenced_in_once_all_of_them_have_a_key_that_their_gates_alone_know() -> None:
-    assert status(row(0), row(1))["fencing"] == "Cooperative"
-    assert status(row(0), row(1), admin_key=True)["fencing"] == "Enforced"
-    assert status(row(0), replace(row(1), outdated=True), admin_key=True)["fencing"] == "Cooperative"
+def test_engines_are_fenced_in_once_all_of_them_were_seen_to_refuse_strangers() -> None:
+    yes, no, unknown = row(0, guarded=True), row(1, guarded=False), row(1)
+    before: dict[str, Any] = {"fencing": "Enforced"}
+    assert status(yes, row(1, guarded=True))["fencing"] == "Enforced"
+    assert status(yes, no)["fencing"] == "Cooperative"
+    assert status(yes, no, old=before)["fencing"] == "Cooperative"
+    # What is not known yet (an engine that boots, an operator that just started) takes nothing back and adds nothing.
+    for rows in ((yes, unknown), (unknown,), (), (replace(yes, gate=None),)):
+        assert status(*rows)["fencing"] == "Cooperative"
+        assert status(*rows, old=before)["fencing"] == "Enforced"
 
 
 def test_healthy_pool() -> None:

@@ -296,7 +296,6 @@ class PoolReconciler:
             rolling=is_rolling(pool),
             awake=sleep.awake,
             elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
-            admin_key=valid and presets.wants_admin_key(pool),
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))

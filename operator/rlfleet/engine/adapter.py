@@ -115,6 +115,12 @@ class EngineAdapter(Protocol):
     async def facts(self, seconds: float) -> Facts:
         """Detect version, layout and capabilities."""
 
+    async def guarded(self, seconds: float) -> bool | None:
+        """Whether the engine refuses a control call of somebody who has only what its users have; None: not known.
+
+        Asks for nothing that would change the engine if it obeyed.
+        """
+
     async def view(self, seconds: float) -> View:
         """Read the present state; never raises for an engine that does not answer."""
 

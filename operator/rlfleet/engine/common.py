@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rlfleet.calls import CallError, JsonClient
+
 #: Seconds for a call that an engine's front end answers by itself.
 QUICK = 2.0
 #: Bounds of the pause between two polls or two tries of a flush.
@@ -27,6 +29,20 @@ async def polls(deadline: float) -> AsyncIterator[float]:
 def bearer(key: str | None) -> dict[str, str] | None:
     """The header that carries a key; None without one."""
     return {"Authorization": f"Bearer {key}"} if key else None
+
+
+async def refuses_strangers(http: JsonClient, users: dict[str, str] | None, seconds: float) -> bool | None:
+    """Whether the engine refuses to set a version for a caller who has what ``users`` have and no more.
+
+    The call names no version, so an engine that lets it through has nothing to do but complain. None: neither is seen.
+    """
+    try:
+        answer = await http.ask("POST", "/update_weight_version", seconds=seconds, body={}, headers=users)
+    except CallError:
+        return None
+    if answer.status in (401, 403):
+        return True
+    return False if answer.status in (400, 422) else None
 
 
 def as_int(value: Any) -> int | None:

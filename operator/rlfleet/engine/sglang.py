@@ -29,7 +29,7 @@ from typing import Any
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
-from rlfleet.engine.common import POLL_MIN, PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls
+from rlfleet.engine.common import POLL_MIN, PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls, refuses_strangers
 
 #: Seconds that a pause may take beyond draining: mode abort repeats its aborts each second until nothing runs.
 PAUSE_SECONDS = 20.0
@@ -110,6 +110,10 @@ class SGLangAdapter:
         """Whether the server has this POST path. OPTIONS runs no handler: 404 says no, 405 (or 401) says yes."""
         answer = await self._http.ask("OPTIONS", path, seconds=seconds, headers=self._admin)
         return answer.status != 404
+
+    async def guarded(self, seconds: float) -> bool | None:
+        """Its control paths take the admin key, where it was given one, and no other."""
+        return await refuses_strangers(self._http, self._user, seconds)
 
     async def view(self, seconds: float) -> View:
         """Read label, admission and load at the same time, each within ``seconds``."""

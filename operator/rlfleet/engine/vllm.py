@@ -34,7 +34,7 @@ from urllib.parse import urlencode
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Checksum, Facts, Token, View
-from rlfleet.engine.common import PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls
+from rlfleet.engine.common import PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls, refuses_strangers
 from rlfleet.engine.vllm_facts import PLUGIN, TAGS, WORKERS, read
 
 #: Seconds that a pause may take beyond draining.
@@ -79,6 +79,10 @@ class VLLMAdapter:
         )
         facts, self._plugin = read(version, paths, info, size)
         return facts
+
+    async def guarded(self, seconds: float) -> bool | None:
+        """Its control paths are open to everybody, unless our middleware closes them."""
+        return await refuses_strangers(self._http, self._user, seconds)
 
     async def view(self, seconds: float) -> View:
         """Read label, admission and load at the same time, each within ``seconds``."""

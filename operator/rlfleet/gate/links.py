@@ -43,6 +43,7 @@ class EngineLink:
         self._allow_unknown_version = allow_unknown_version
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
+        self._guarded: bool | None = None
         self._met = False
         #: How many processes were forgotten: an answer of one of them says nothing about the one that is here.
         self._life = 0
@@ -58,7 +59,7 @@ class EngineLink:
         """Another process answers from now on: what was asked once is asked again."""
         if self._asking is not None:
             self._asking.cancel()
-        self._facts, self._asking, self._met = None, None, False
+        self._facts, self._asking, self._met, self._guarded = None, None, False, None
         self._life += 1
 
     async def facts(self) -> Facts | None:
@@ -99,7 +100,9 @@ class EngineLink:
     async def observe(self, *, busy: bool) -> tuple[View, EngineReport]:
         """The engine now. ``busy``: an operation runs that may change the label, so it is not compared."""
         held = self._store.holds
-        view, facts = await asyncio.gather(self.adapter.view(STATUS_SECONDS), self.facts())
+        view, facts, guarded = await asyncio.gather(
+            self.adapter.view(STATUS_SECONDS), self.facts(), self._see_guarded()
+        )
         if not busy and held is not None and voids_proof(view.label, held):
             self._disprove(str(view.label), held.version)
         if view.reachable and view.model is not None:
@@ -116,7 +119,17 @@ class EngineLink:
             waiting=view.waiting,
             model=view.model or (facts.model if facts else None),
             refused=facts.refused if facts else None,
+            guarded=guarded,
         )
+
+    async def _see_guarded(self) -> bool | None:
+        """Tried out once per process: what it was started with does not change."""
+        if self._guarded is None:
+            life = self._life
+            seen = await self.adapter.guarded(STATUS_SECONDS)
+            if life == self._life:
+                self._guarded = seen
+        return self._guarded
 
     def _disprove(self, label: str, version: int) -> None:
         now = self._store.holds

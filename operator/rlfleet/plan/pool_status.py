@@ -77,8 +77,6 @@ class Observed:
     awake: int | None = None
     """How many engines are to be awake; None: all of ``replicas``."""
     elastic: Elastic = field(default_factory=Elastic)
-    admin_key: bool = False
-    """New pods give their engine a key for its control paths that only their gate knows."""
     selector: str = ""
     """Label selector of the pool's pods, as text."""
     adopted: bool = False
@@ -168,11 +166,19 @@ def build_status(observed: Observed, old: Mapping[str, Any], *, now: str) -> dic
         ],
         "engines": [entry(r, observed) for r in listed],
         "templateHash": observed.template_hash,
-        "fencing": "Enforced" if observed.admin_key and not any(r.outdated for r in rows) else "Cooperative",
+        "fencing": _fencing(rows, old),
         "admissionGuarantee": "DetectOnly" if observed.adopted else "Enforced",
         "conditions": [dict(c) for c in conditions],
     }
     return {k: v for k, v in built.items() if v is not None}
+
+
+def _fencing(rows: Sequence[Row], old: Mapping[str, Any]) -> str:
+    """Whether every engine was seen to refuse a control call without its key; unknown ones change nothing."""
+    seen = [r.gate.engine.guarded if r.gate is not None else None for r in rows]
+    if False in seen:
+        return "Cooperative"
+    return "Enforced" if seen and all(seen) else str(old.get("fencing") or "Cooperative")
 
 
 def _conditions(

@@ -143,8 +143,8 @@ class EnginePoolStatus(Status):
     )
     fencing: Literal["Cooperative", "Enforced"] | None = Field(
         default=None,
-        description="Enforced: nobody but the gate can change the engine. Cooperative: others in the cluster could "
-        "call the engine's control endpoints directly.",
+        description="Enforced: every engine was seen to refuse a control call without its key, so nobody but the gate "
+        "can change it. Cooperative: others in the cluster could call an engine's control endpoints directly.",
     )
     admission_guarantee: Literal["Enforced", "DetectOnly"] | None = Field(
         default=None,

@@ -37,6 +37,9 @@ class EngineReport(Report):
     refused: str | None = Field(
         default=None, description="why no weights can be brought to this engine, and what to do; null: nothing is known"
     )
+    guarded: bool | None = Field(
+        default=None, description="the engine was seen to refuse a control call that does not carry its admin key"
+    )
 
 
 class HoldsRecord(Report):
