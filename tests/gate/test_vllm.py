@@ -232,3 +232,28 @@ def test_an_engine_that_lies_about_its_pause_is_not_believed(operator: Operator,
     record = newer.run("Pause", budgetSeconds=1.5)
     assert record["state"] == "Failed"
     assert "still not paused" in record["error"]["message"]
+
+
+def test_with_a_key_only_the_gate_changes_the_engine_and_says_that_it_saw_so(
+    start: Callable[..., VLLM], make_gate: MakeGate
+) -> None:
+    key = {"Authorization": "Bearer key-of-this-pod"}
+    engine = start("--admin-api-key", "key-of-this-pod", "--api-key", "users-key")
+    gate = make_gate(
+        engine.url,
+        RLFLEET_ENGINE_TYPE="VLLM",
+        RLFLEET_ENGINE_ADMIN_KEY="key-of-this-pod",
+        RLFLEET_ENGINE_API_KEY="users-key",
+    )
+    operator = Operator(gate).ready()
+    operator.serve(Weights.of(5), 5)
+    until("tried out", lambda: operator.status()["engine"].get("guarded") is True)
+    for headers in ({}, {"Authorization": "Bearer users-key"}, operator.headers()):
+        for path in ("pause", "collective_rpc", "update_weight_version", "start_weight_update", "sleep"):
+            refused = engine.http.post(f"/{path}", json={"new_version": "evil"}, headers=headers)
+            assert refused.status_code == 401, path
+    assert engine.http.get("/weight_info", headers=key).json() == {"weight_version": "5"}
+
+
+def test_without_one_anybody_could(operator: Operator) -> None:
+    until("tried out", lambda: operator.status()["engine"].get("guarded") is False)
