@@ -46,7 +46,10 @@ def test_vllm_is_started_with_its_middleware_its_backend_and_its_control_endpoin
     assert env(engine)["PYTHONPATH"] == PLUGIN
     assert env(engine)["RLFLEET_ENGINE_ADMIN_KEY"] == env(gate)["RLFLEET_ENGINE_ADMIN_KEY"] == "this-pods"
     assert engine["startupProbe"]["httpGet"] == {"path": "/health", "port": 30000}
-    assert engine["livenessProbe"]["httpGet"] == {"path": "/health", "port": 30000}
+    live = engine["livenessProbe"]
+    assert live["httpGet"] == {"path": "/enginez", "port": 9440}, "of the gate, which knows when the loop is busy"
+    assert live["failureThreshold"] * live["periodSeconds"] >= 300, "a gate that restarts must not cost an engine"
+    assert live["timeoutSeconds"] > 10, "longer than the gate waits"
     assert env(gate)["RLFLEET_ENGINE_TYPE"] == "VLLM"
 
 
@@ -70,7 +73,7 @@ def test_sglang_with_a_model_and_no_program_is_started_with_a_key_of_its_own() -
         *("--model-path", "$(RLFLEET_MODEL)", "--host", "$(RLFLEET_POD_IP)", "--port", "30000"),
         *("--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)", "--enable-metrics", "--mem-fraction-static=0.7"),
     ]
-    assert engine["livenessProbe"]["tcpSocket"] == {"port": 30000}
+    assert engine["livenessProbe"]["httpGet"] == {"path": "/enginez", "port": 9440}
     assert env(gate)["RLFLEET_ENGINE_ALLOW_UNKNOWN_VERSION"] == "true"
     assert "rlfleet-vllm" not in str(pod)
 
@@ -210,3 +213,8 @@ def test_the_new_fields_shape_the_pod_and_their_absence_does_not() -> None:
     assert template.template_hash(pool("SGLang", args=[], allowUnknownVersion=False)) == base
     for changed in ({"args": ["--x"]}, {"apiKeySecretRef": {"name": "a", "key": "b"}}, {"allowUnknownVersion": True}):
         assert template.template_hash(pool("SGLang", **changed)) != base
+
+
+def test_the_liveness_of_an_engine_is_asked_over_tls_where_its_gate_speaks_that() -> None:
+    pod = build_pod(pool(model="m"), 0, "a-0-00000", public_keys={"kid": "key"}, tls_secret="certs")
+    assert container(pod, "engine")["livenessProbe"]["httpGet"]["scheme"] == "HTTPS"

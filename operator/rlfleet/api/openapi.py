@@ -58,6 +58,12 @@ _PROBES: Final = (
 GATE: Final[Sequence[Call]] = (
     *_PROBES,
     Call("get", "/startupz", "The start-up promise holds: the engine container may start.", {200: None}),
+    Call(
+        "get",
+        "/enginez",
+        "Liveness of the engine's container: its loop answers, or an operation of the gate may keep it busy.",
+        {200: None, 503: wire.ErrorBody},
+    ),
     Call("get", "/readyz", "The engine answers with a model; a paused engine is ready.", {200: None}),
     Call("get", "/v1/status", "What the gate knows, read now.", {200: wire.GateStatus}, _READ),
     Call(

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a running operation gets to end when the gate is told to stop.
 STOP_SECONDS = 5.0
+#: Seconds that an engine's loop gets to answer a liveness probe, whose own limit is longer.
+LOOP_SECONDS = 10.0
 
 
 class Gate:
@@ -93,6 +95,20 @@ class Gate:
         """The engine's own answers now, for the readiness probe."""
         view, _ = await self._observe()
         return view
+
+    async def engine_hangs(self) -> bool:
+        """Whether the engine's loop leaves a question unanswered that nothing of ours could stand in front of.
+
+        A pause does not: the loop goes on. An operation does, and so may one whose end is unknown.
+        """
+        if self.store.incarnation is None or self._operation_may_block():
+            return False
+        if await self.ctx.engine.adapter.idle(LOOP_SECONDS, memory_here=False):
+            return False
+        return not self._operation_may_block()  # one may have begun meanwhile
+
+    def _operation_may_block(self) -> bool:
+        return self.operations.in_flight is not None or self.operations.uncertain
 
     async def _observe(self) -> tuple[View, EngineReport]:
         return await self.ctx.engine.observe(busy=self.operations.in_flight is not None)

@@ -65,6 +65,7 @@ class GateServer:
         router.add_get("/livez", self.livez)
         router.add_get("/startupz", self.startupz)
         router.add_get("/readyz", self.readyz)
+        router.add_get("/enginez", self.enginez)
         router.add_get("/metrics", self.metrics)
         router.add_get("/v1/status", self.status)
         router.add_post("/v1/enroll", self.enroll, expect_handler=expect_continue)
@@ -126,6 +127,13 @@ class GateServer:
             # Later the pod's condition decides, which the operator keeps: a load must not shake the pod either.
             return _error(503, ErrorBody(reason=ErrorReason.NOT_PROVEN, message="the engine has base weights only"))
         return web.json_response({"ready": True})
+
+    async def enginez(self, _: web.Request) -> web.Response:
+        """Liveness of the engine's container: its loop answers, unless an operation of ours may keep it busy."""
+        if await self._gate.engine_hangs():
+            message = "the engine's loop does not answer, and no operation keeps it busy"
+            return _error(503, ErrorBody(reason=ErrorReason.ENGINE_UNREACHABLE, message=message))
+        return web.json_response({"answers": True})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text."""

@@ -81,6 +81,8 @@ _GATE_SECURITY: Final[Mapping[str, Any]] = {
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
 ENGINE_START_FAILURES: Final = 1800
+#: Longer than the gate waits for the engine's loop.
+ENGINE_LIVE_TIMEOUT: Final = 15
 GATE_START_FAILURES: Final = 3600
 
 
@@ -123,7 +125,7 @@ def build_pod(
         identity.append({"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": dict(secret)}})
     for container in spec["containers"]:
         if container["name"] == ENGINE:
-            _engine_container(pool, container, identity, assignment)
+            _engine_container(pool, container, identity, assignment, tls=bool(tls_secret))
     staging = staging_mib(pool)
     spec["initContainers"] = [
         *(spec.get("initContainers") or []),
@@ -194,7 +196,7 @@ def _identity(pool: Mapping[str, Any], index: int) -> list[Obj]:
 
 
 def _engine_container(
-    pool: Mapping[str, Any], container: Obj, identity: list[Obj], assignment: Assignment | None
+    pool: Mapping[str, Any], container: Obj, identity: list[Obj], assignment: Assignment | None, *, tls: bool
 ) -> None:
     devices = [_value(VISIBLE_DEVICES, ",".join(assignment.devices))] if assignment is not None else []
     preset, plugin = PRESETS[engine_of(pool)["type"]], has_plugin(pool)
@@ -215,7 +217,12 @@ def _engine_container(
         *([{"name": PLUGIN_VOLUME, "mountPath": PLUGIN_DIR, "readOnly": True}] if plugin else []),
     ]
     if plugin or fills(pool):
-        container.setdefault("livenessProbe", _liveness(preset.probe, engine_port(pool)))
+        # Asked of the gate, which knows when the loop is busy on its behalf. Neither engine has a path of its own that
+        # crosses the loop and survives a pause. Five minutes: a gate that restarts must not cost an engine.
+        container.setdefault(
+            "livenessProbe",
+            {**_probe("/enginez", gate_port(pool), tls, period=15, failures=20), "timeoutSeconds": ENGINE_LIVE_TIMEOUT},
+        )
     container.setdefault(
         "startupProbe",
         {
@@ -239,11 +246,6 @@ def _with_plugin(given: list[Obj]) -> list[Obj]:
         {**e, "value": f"{PLUGIN_DIR}:{e.get('value', '')}".rstrip(":")} if e.get("name") == "PYTHONPATH" else e
         for e in given
     ]
-
-
-def _liveness(probe: Obj, port: int) -> Obj:
-    kind, how = next(iter(probe.items()))
-    return {kind: {**how, "port": port}, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
 
 
 def _plugin_container(pool: Mapping[str, Any]) -> Obj:

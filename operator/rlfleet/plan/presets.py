@@ -27,8 +27,6 @@ from rlfleet.plan.template import (
     template_of,
 )
 
-Obj = dict[str, Any]
-
 VLLM: Final = "VLLM"
 #: The middleware that closes vLLM's control paths, and the weight transfer backend; both of package rlfleet_vllm.
 MIDDLEWARE: Final = "rlfleet_vllm.ControlKey"
@@ -51,8 +49,6 @@ class Preset:
     """Without these the engine can not give device memory back (spec.shrink Offload)."""
     owned: tuple[str, ...]
     """Flags of ``always`` that may not be given again."""
-    probe: Obj
-    """Liveness: crosses neither a pause nor a load, for both may last longer than any threshold."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Environment without which the engine can not be driven."""
     usual: Mapping[str, str] = field(default_factory=dict)
@@ -68,8 +64,6 @@ PRESETS: Final[Mapping[str, Preset]] = {
         always=(f"--admin-api-key=$({ADMIN_KEY_ENV})", "--enable-metrics"),
         offload=("--enable-memory-saver",),
         owned=("--admin-api-key",),
-        # Its /health generates a token, which a paused engine does not; its scheduler takes the front end with it.
-        probe={"tcpSocket": {}},
     ),
     VLLM: Preset(
         program=("python3", "-m", "vllm.entrypoints.openai.api_server"),
@@ -79,8 +73,6 @@ PRESETS: Final[Mapping[str, Preset]] = {
         always=("--middleware", MIDDLEWARE, "--weight-transfer-config", f'{{"backend":"{BACKEND}"}}'),
         offload=("--enable-sleep-mode",),
         owned=("--weight-transfer-config",),
-        # 200 while paused or in a collective, 503 once the engine process is known dead; then the port closes.
-        probe={"httpGet": {"path": "/health"}},
         needs={"VLLM_SERVER_DEV_MODE": "1"},
         usual={
             "VLLM_HOST_IP": "$(RLFLEET_POD_IP)",

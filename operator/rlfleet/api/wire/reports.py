@@ -173,4 +173,4 @@ class GateStatus(Report):
 
 
 # Bulk paths on a gate: PUT /v1/staging/{operation UID}/manifest (JSON) and .../buckets/{index} (raw bytes).
-# Probes (no token): GET /livez, /startupz, /readyz. Metrics: GET /metrics.
+# Probes (no token): GET /livez, /startupz, /readyz, /enginez. Metrics: GET /metrics.
