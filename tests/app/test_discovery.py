@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rlfleet.api import labels, tokens
+from rlfleet.api.wire import ErrorBody, ErrorReason
 from rlfleet.app.discovery import Discovery
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
@@ -30,7 +31,6 @@ from rlfleet.plan.pods import build_pod
 from tests.plan.pool_kit import gate, pool
 
 Obj = dict[str, Any]
-SEED = b"s" * 32
 TOKENS = {"all": None, "one": {"ns"}}
 
 
@@ -40,7 +40,8 @@ class World:
     def __init__(self) -> None:
         self.pools: list[Obj] = []
         self.pods: list[Obj] = []
-        self.secret: Obj | None = {"metadata": {"name": "k"}, "data": {PRIVATE_FIELD: base64.b64encode(SEED).decode()}}
+        self.secret: Obj | None = None
+        self.replace_key(b"s" * 32)
         self.away = False
         self.listing_pods = asyncio.Event()
         self.listing_pods.set()
@@ -51,6 +52,11 @@ class World:
         gates = web.Application()
         gates.router.add_get("/v1/status", self._gate)
         self.gates = TestServer(gates, host="127.0.0.1")
+
+    def replace_key(self, seed: bytes) -> None:
+        """Another signing key, and gates that know no other."""
+        self.secret = {"metadata": {"name": "k"}, "data": {PRIVATE_FIELD: base64.b64encode(seed).decode()}}
+        self.keys = tokens.PublicKeys(SigningKeys(seed).public_text())
 
     async def _api(self, request: web.Request) -> web.StreamResponse:
         who = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -77,8 +83,11 @@ class World:
 
     async def _gate(self, request: web.Request) -> web.Response:
         token = request.headers["Authorization"].removeprefix("Bearer ")
-        keys = tokens.PublicKeys(SigningKeys(SEED).public_text())
-        claims = next(c for p in self.pods if (c := _claims(token, keys, p["metadata"]["uid"])) is not None)
+        found = (_claims(token, self.keys, p["metadata"]["uid"]) for p in self.pods)
+        claims = next((c for c in found if c is not None), None)
+        if claims is None:
+            body = ErrorBody(reason=ErrorReason.UNAUTHENTICATED, message="unknown key")
+            return web.Response(status=401, text=body.model_dump_json(exclude_none=True))
         assert claims.scope is tokens.Scope.READ
         (uid,) = claims.audience
         self.asked.append(uid)
@@ -209,7 +218,10 @@ async def test_a_base_url_narrows_the_list(world: World, tmp_path: Path) -> None
     async with serving(world, tmp_path, discovery_components=("b",)) as served:
         assert pods_of(await get(served)) == {"b-0"}
     async with serving(world, tmp_path, watch_namespaces=("served",)) as served:
-        assert pods_of(await get(served, "/namespaces/ns")) == set()
+        status, body = await get(served, "/namespaces/ns")
+        assert (status, body["error"]) == (404, "denied")
+        assert "ns is not served" in body["message"]
+        assert pods_of(await get(served)) == set()
 
 
 async def test_nothing_known_is_500(world: World, tmp_path: Path) -> None:
@@ -245,6 +257,17 @@ async def test_a_key_that_is_gone_later_is_still_known(world: World, tmp_path: P
         await asyncio.sleep(0.2)
         status, body = await get(served)
         assert (status, "error" in body["workers"][0]) == (200, False)
+
+
+async def test_a_key_that_is_replaced_is_taken_up(world: World, tmp_path: Path) -> None:
+    world.pools = [pool()]
+    world.add("a-0", pool())
+    async with serving(world, tmp_path, key_seconds=0.1) as served:
+        assert pods_of(await get(served)) == {"a-0"}
+        world.replace_key(b"t" * 32)
+        async with asyncio.timeout(30):
+            while "error" in (await get(served))[1]["workers"][0]:
+                await asyncio.sleep(0.05)
 
 
 async def test_with_tokens_the_apiserver_judges_the_reader(world: World, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import ROOT, ClusterError, LocalCluster
-from e2e.scenarios.kit import wait_until
+from e2e.scenarios.kit import http, wait_until
 from rlfleet.api import labels
 from tests.chart.kit import Obj, run_helm
 
@@ -150,17 +150,22 @@ def test_install_test_upgrade_uninstall(bare: LocalCluster, tmp_path: Path) -> N
     assert "Phase:          Succeeded" in release.test()
     assert not bare.get("rlpipelines.rlfleet.dev", "--all-namespaces")["items"]
 
-    # An upgrade rolls the pods, keeps the key, and brings old CRDs to this release.
+    # An upgrade rolls the pods, keeps the key, brings old CRDs to this release, and turns worker discovery on.
     key, old = release.key(), release.pods()
     columns = served_columns(bare)
     stale = [{"op": "remove", "path": "/spec/versions/0/additionalPrinterColumns/0"}]
     bare.kubectl("patch", "crd", "rlpipelines.rlfleet.dev", "--type=json", "-p", json.dumps(stale))
     assert served_columns(bare) == columns[1:]
     settings = {**ON_HOLLOW_NODES["settings"], "logLevel": "DEBUG"}
-    release.helm("upgrade", crds={"upgrade": {"enabled": True}}, settings=settings)
+    release.helm("upgrade", crds={"upgrade": {"enabled": True}}, settings=settings, discovery={"enabled": True})
     assert served_columns(bare) == columns
     wait_until(lambda: len(release.pods()) == 2 and not set(release.pods()) & set(old), "new pods only")
     wait_until(lambda: release.leader() in release.pods(), "one of them to lead")
+    (port,) = bare.get("service", "rlfleet-discovery", f"--namespace={NAMESPACE}")["spec"]["ports"]
+    for pod in release.pods():  # the standby, too
+        address = bare.get("pod", pod, f"--namespace={NAMESPACE}")["status"]["podIP"]
+        listed = http("GET", f"http://{address}:{port['port']}/v1/rl/workers")
+        assert listed == (200, {"protocol_version": 1, "namespace": "dynamo", "workers": []})
     assert release.key()["data"] == key["data"]
     assert release.key()["metadata"]["uid"] == key["metadata"]["uid"]
 

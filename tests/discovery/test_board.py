@@ -178,6 +178,22 @@ async def test_workers_that_did_not_answer_are_asked_again_even_with_a_single_tu
     assert "error" not in (await fleet.read())["e-1"]
 
 
+async def test_workers_that_did_not_answer_have_turns_even_while_others_are_asked_all_the_time() -> None:
+    fleet = Fleet(1, cap=2)
+    fleet.takes = {"e-0": 0}
+    assert "error" in (await fleet.read())["e-0"]
+    (ill,) = fleet.workers
+    fleet.workers = [worker(f"f-{i}") for i in range(100)]
+    fleet.takes = {w.pod: 0.5 for w in fleet.workers}
+    busy = asyncio.create_task(fleet.read())
+    await asyncio.sleep(1)
+    fleet.workers = [ill]
+    began = now()
+    assert "error" not in (await fleet.read(Scope("team")))["e-0"]
+    assert now() - began < 1
+    await busy
+
+
 async def test_nothing_known_is_a_failure_and_never_an_empty_list() -> None:
     fleet = Fleet()
 

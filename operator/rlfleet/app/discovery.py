@@ -107,6 +107,10 @@ class Discovery:
 
     async def _authorize(self, header: str | None, scope: Scope) -> None:
         """Nobody is asked who they are, or the apiserver judges the reader's own token, as for the web page."""
+        served = self._settings.watch_namespaces
+        if scope.namespace and served and scope.namespace not in served:
+            # Its engines may live, but another operator's they are: an empty list would say that there are none.
+            raise Denied(404, f"namespace {scope.namespace} is not served by this operator")
         if self._settings.discovery_auth != "token":
             return
         scheme, _, token = (header or "").partition(" ")
@@ -131,9 +135,6 @@ class Discovery:
         return self._settings.watch_namespaces or (None,)
 
     async def _list(self, scope: Scope) -> Iterable[Worker]:
-        served = self._settings.watch_namespaces
-        if scope.namespace and served and scope.namespace not in served:
-            return ()
         missing = self._pods.missing
         if missing and not (scope.namespace and self._pods.covers(scope.namespace)):
             raise DiscoveryError(f"this replica's view of pods is not complete yet: {missing}")
