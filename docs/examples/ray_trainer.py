@@ -16,11 +16,22 @@ from rlfleet.client import Client
 from rlfleet.sender import ray as ray_sender
 
 
-def main() -> None:
+def build() -> torch.nn.Module:
+    """Your model, with the names that engines know."""
+    return torch.nn.Linear(8, 8)
+
+
+def train(model: torch.nn.Module, step: int) -> None:
+    """One step of training: yours."""
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def main(steps: int = 100) -> None:
     """Publish and sync a model that changes at each step."""
-    ray.init()
+    ray.init(ignore_reinit_error=True)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    model = torch.nn.Linear(8, 8)
+    model = build()
     with Client(os.environ["NAMESPACE"], "demo") as client:
         sender = ray_sender.start(
             os.environ["POD_IP"],
@@ -29,18 +40,12 @@ def main() -> None:
             backends=("nccl",) if torch.cuda.is_available() else ("gloo",),
             actor_options={"name": "weight-sender", "scheduling_strategy": here},
         )
-        for step in range(-1, 100):
+        for step in range(-1, steps):
             if step >= 0:
-                train(model)
+                train(model, step)
             digest = sender.publish(step, model.state_dict())
             client.sync(step, sender_incarnation=sender.incarnation, manifest_digest=digest)
         sender.close()
-
-
-def train(model: torch.nn.Module) -> None:
-    """One step of training: yours."""
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
 
 
 if __name__ == "__main__":

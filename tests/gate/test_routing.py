@@ -95,6 +95,25 @@ def test_open_ends_when_the_router_serves_and_close_when_it_does_not(
     assert operator.status()["routed"] == {"main": False}
 
 
+def test_a_router_that_lists_the_engine_and_sends_it_nothing_is_told(
+    operator: Operator, router: Router, engine: Engine
+) -> None:
+    operator.enroll([{**router_entry(router), "metrics": router.metrics}])
+    opened(operator, router)
+    assert operator.status().get("shunned", {}) == {}
+    engine.faults(generate={"action": "http500"})
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+    def refused() -> bool:
+        return router.http.post("/generate", json=body).status_code == 503
+
+    until("its circuit breaker to open", refused)
+    until("the gate to hear of it", lambda: operator.status().get("shunned") == {"main": "its circuit breaker is open"})
+    assert operator.status()["routed"] == {"main": True}
+    metrics = operator.gate.http.get("/metrics").text
+    assert "rlfleet_gate_shunning_routers 1.0" in metrics
+
+
 def test_a_paused_engine_is_not_opened(operator: Operator, router: Router) -> None:
     operator.enroll([router_entry(router)])
     operator.deliver(Weights.of(1), 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from aiohttp import web
 
 from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.router import Entry, RouterAdapter, make_router, normal
+from rlfleet_vllm import control_key
 from tests.gate.kit import ROUTERS, Engine, Router, address, free_port
 
 
@@ -352,6 +355,41 @@ async def test_vllm_router_passes_unknown_paths_on_and_an_engine_with_a_key_refu
         router.close()
         for engine in engines:
             engine.close()
+
+
+async def test_vllm_router_passes_unknown_paths_on_and_our_middleware_in_vllm_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own key guards no control path: what closes them runs inside its server."""
+    monkeypatch.setenv(control_key.KEY_ENV, "secret")
+    reached: list[str] = []
+
+    async def vllm(scope: Any, _: Any, send: Any) -> None:
+        reached.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    host = address()
+    config = uvicorn.Config(control_key.ControlKey(vllm), host=host, port=30000, lifespan="off", log_level="warning")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    router = Router(tmp_path, "VLLMRouter")
+    adapter = make_router("VLLMRouter", router.url)
+    try:
+        await asyncio.to_thread(router.start)
+        await adapter.add(f"http://{host}:30000", seconds=20)
+        reached.clear()
+        for path in ("/pause", "/resume", "/update_weights", "/collective_rpc", "/sleep?level=2"):
+            answer = await asyncio.to_thread(router.http.post, path, json={})
+            assert (answer.status_code, reached) == (401, []), path
+        assert (await ask(router)).status_code == 401, "vLLM has no such path for users either"
+        answer = await asyncio.to_thread(router.http.post, "/v1/completions", json={"model": "m", "prompt": "a"})
+        assert (answer.status_code, reached) == (200, ["/v1/completions"])
+    finally:
+        await adapter.close()
+        router.close()
+        server.should_exit = True
+        await serving
 
 
 async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tmp_path: Path, worker: Worker) -> None:
