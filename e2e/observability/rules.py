@@ -13,7 +13,8 @@ FILE = Path(__file__).resolve().parents[2] / "charts/rlfleet/files/alerts.yaml"
 _SOONER = (
     (re.compile(r"\[(5|10)m\]"), "[15s]"),
     (re.compile(r"\[(15m|30m|1h)\]"), "[60s]"),
-    (re.compile(r"> (30|240|1800)(?!\d)"), "> 1"),
+    (re.compile(r"> (30|240)(?!\d)"), "> 1"),
+    (re.compile(r"> 300(?!\d)"), "> -3600"),
     (re.compile(r"> (3|5)$"), "> 1"),
 )
 

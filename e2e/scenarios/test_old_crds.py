@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def test_it_waits_and_begins_by_itself(cluster: LocalCluster, old_crds: None, tm
         assert "the CRDs in the cluster are older than this operator" in answer
         # It is no candidate: an operator that fits these CRDs would go on leading.
         assert "\nrlfleet_leader 0.0" in http("GET", f"http://127.0.0.1:{one.port}/metrics")[1]
+        # Told to end it ends, as if it had begun.
+        assert one.process is not None
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(60) == 0, one.tail()
+        assert "Traceback" not in one.tail(500)
+        one.log.unlink()
+        one.start(wait=False)
+        wait_until(told, "the operator to name what the CRDs lack, again")
         cluster.install()
         wait_until(one.ready, "the operator to begin", 120)
         assert one.tail(500).count("older than this operator") == 1, "once, not every second"

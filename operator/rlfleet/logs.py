@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from rlfleet import logkeys
 
@@ -26,6 +26,8 @@ _SECRET = re.compile(
     re.DOTALL,
 )
 _HIDDEN = "[redacted]"
+#: Names of levels, the most talkative first.
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def redacted(text: str) -> str:

@@ -124,6 +124,19 @@ def test_conditions_of_a_pipeline_keep_one_series_each_and_go_with_it() -> None:
     assert 'pipeline="p"' not in made.render().decode()
 
 
+def test_how_long_a_round_may_take_is_its_pipelines_own_word() -> None:
+    """The alert on rounds that do not end goes by it."""
+    made = OperatorMetrics()
+    deadlines = {"pendingSeconds": 600, "stagingSeconds": 3000, "pausedSeconds": 150}
+    series = 'rlfleet_pipeline_round_seconds{namespace="ns",pipeline="p"} '
+    for quiesce, expected in (({}, 3150), ({"mode": "Wait"}, 3180)):
+        spec = {"sync": {"deadlines": deadlines, "drainSeconds": 30, "quiesce": quiesce}}
+        made.pipeline("ns", "p", pipeline() | {"spec": spec})
+        assert f"{series}{expected}.0" in made.render().decode()
+    made.pipeline("ns", "p", None)
+    assert series not in made.render().decode()
+
+
 def test_a_running_round_shows_its_phase_and_age_until_it_ends() -> None:
     made = OperatorMetrics()
     running = a_round(phase="Holding", startedAt="2026-01-01T00:00:01Z", lease={"renewedAt": "2026-01-01T00:00:09Z"})

@@ -82,9 +82,16 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], list[tuple[str, str]]]] = {
         [(f'rlfleet_round_phase_start_timestamp_seconds{{{PIPELINE},phase="Staging"}}', "1x20")],
     ),
     "RlfleetRoundTooLong": (
-        "40m",
-        [(f'rlfleet_round_start_timestamp_seconds{{{PIPELINE},kind="Refresh"}}', "60x60")],
-        [(f'rlfleet_round_start_timestamp_seconds{{{PIPELINE},kind="Refresh"}}', "60+60x60")],
+        "20m",
+        # As long as the pipeline's own deadlines say, and five minutes more.
+        [
+            (f'rlfleet_round_start_timestamp_seconds{{{PIPELINE},kind="Refresh"}}', "60x60"),
+            (f"rlfleet_pipeline_round_seconds{{{PIPELINE}}}", "780x60"),
+        ],
+        [
+            (f'rlfleet_round_start_timestamp_seconds{{{PIPELINE},kind="Refresh"}}', "60x60"),
+            (f"rlfleet_pipeline_round_seconds{{{PIPELINE}}}", "3600x60"),
+        ],
     ),
     "RlfleetVersionLag": (
         "20m",

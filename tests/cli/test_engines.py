@@ -9,6 +9,7 @@ import pytest
 
 from rlfleet.cli.cluster import Cluster
 from rlfleet.cli.engines import engine_pods, is_engine
+from rlfleet.cli.failures import CliError
 from rlfleet.client.credentials import Access
 from tests.plan.pool_kit import pool
 from tests.plan.test_adopt import adopting, controlled, pod
@@ -27,7 +28,8 @@ async def cluster() -> AsyncIterator[Cluster]:
         pod("gateless", gated=False, app="x"),
         pod("stranger", app="y"),
     ]
-    served = Apiserver({"pods": pods, "enginepools": [pool(), adopting("b", app="x")]})
+    pools = [pool(), adopting("b", app="x")]
+    served = Apiserver({"pods": pods, "enginepools": pools, "rlpipelines": [{"metadata": {"name": "p"}}]})
     await served.server.start_server()
     found = Cluster(Access(str(served.server.make_url("")).rstrip("/"), None, lambda: "Bearer all"), "ns")
     yield found
@@ -48,3 +50,10 @@ async def test_a_person_may_put_an_adopted_engine_out_of_service(
     cluster: Cluster, name: str, labels: dict[str, str], expected: bool
 ) -> None:
     assert await asyncio.to_thread(is_engine, cluster, pod(name, **labels)) is expected
+
+
+async def test_a_name_stays_one_part_of_the_path_whatever_is_in_it(cluster: Cluster) -> None:
+    assert (await asyncio.to_thread(cluster.get, "rlpipelines", "p"))["metadata"]["name"] == "p"
+    for name in ("p?x=1", "p#x"):
+        with pytest.raises(CliError, match="not found"):
+            await asyncio.to_thread(cluster.get, "rlpipelines", name)

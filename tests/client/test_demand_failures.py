@@ -173,14 +173,28 @@ async def test_a_short_wait_for_gpus_outlives_a_slow_write(apiserver: Apiserver,
     assert apiserver.wants == []
 
 
-async def test_of_an_adopted_pool_all_pods_that_are_there_are_up(apiserver: Apiserver, kubeconfig: Path) -> None:
-    """Its spec says no number: spec.replicas is 1 there, however many pods somebody made."""
+async def test_of_an_adopted_pool_as_many_pods_as_were_registered_are_waited_for(
+    apiserver: Apiserver, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its spec says no number: spec.replicas is 1 there, however many pods somebody makes, and in whatever time."""
     apiserver.pool["spec"]["source"] = {"adopt": {"selector": {"matchLabels": {"app": "engine"}}}}
     apiserver.pool["spec"] |= {"replicas": 1, "gate": {}}
     apiserver.pool["status"]["replicas"] = 2
 
-    def up() -> range:
+    def up(registered: int | None) -> list[int]:
         with Client("ns", "demo", kubeconfig, pod_uid="pod-1") as client:
-            return Ranks(client, "demo").all_up()
+            return Ranks(client, "demo").all_up(registered)
 
-    assert await asyncio.to_thread(up) == range(2)
+    assert await asyncio.to_thread(up, 2) == [0, 1]
+    with pytest.raises(RuntimeError, match="register with them first"):
+        await asyncio.to_thread(up, None)
+    monkeypatch.setattr(ranks, "RESIZE_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match=r"engines \[2\] of EnginePool pool have no process"):
+        await asyncio.to_thread(up, 3)
+    # A maker may number its pods from 4.
+    for entry, index in zip(apiserver.pool["status"]["engines"], (4, 7), strict=True):
+        entry["index"] = index
+    assert await asyncio.to_thread(up, 2) == [4, 7]
+    apiserver.pool["spec"]["source"] = {"template": {"spec": {}}}
+    with pytest.raises(RuntimeError, match=r"engines \[0\] of EnginePool pool have no process"):
+        await asyncio.to_thread(up, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from rlfleet.client import (
     SenderNotReady,
     SyncFailed,
     SyncRefused,
+    SyncResult,
     SyncTimeout,
     WaitTimeout,
 )
@@ -315,3 +317,27 @@ def test_public_keys_and_wait_for(fleet: Fleet, client: Client) -> None:
         client.wait_for(3, timeout=0.5)
     fleet.committed(4)
     assert client.wait_for(3, timeout=SECONDS).version == 4
+
+
+def test_an_order_is_not_waited_for_and_asked_again_finds_its_round(fleet: Fleet, client: Client) -> None:
+    how: dict[str, Any] = {"sender_incarnation": INCARNATION, "timeout": SECONDS}
+    name = client.order(1, **how)
+    (made,) = fleet.rounds()
+    assert made["metadata"]["name"] == name
+    assert client.order(1, **how) == name
+    fleet.fail(name)
+    with pytest.raises(SyncFailed):
+        client.order(1, **how)
+    again = client.order(1, retries=1, **how)
+    assert again != name
+    assert isinstance(again, str)
+    assert client.order(1, **how) == again, "the latest attempt counts"
+    fleet.succeed(again)
+    done = client.order(1, **how)
+    assert isinstance(done, SyncResult)
+    assert done.round == again
+    assert len(fleet.rounds()) == 2
+    fleet.committed(1)
+    done = client.order(1, manifest_digest=DIGEST, timeout=SECONDS)
+    assert isinstance(done, SyncResult)
+    assert done.already_committed

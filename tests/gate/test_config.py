@@ -65,8 +65,15 @@ def test_a_malformed_variable_is_named(name: str, value: str) -> None:
         load_config(GOOD | {name: value})
 
 
-def test_the_program_says_what_to_set() -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RLFLEET_")}
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "RLFLEET_POD_IP is not set"),
+        (GOOD | {"RLFLEET_LOG_LEVEL": "loud"}, "RLFLEET_LOG_LEVEL is 'LOUD': use DEBUG, INFO, WARNING, ERROR"),
+    ],
+)
+def test_the_program_says_what_to_set(given: dict[str, str], said: str) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RLFLEET_")} | given
     env["PYTHONPATH"] = f"{ROOT}/operator:{ROOT}"
     done = subprocess.run(
         [sys.executable, "-m", "rlfleet.gate"],
@@ -78,4 +85,5 @@ def test_the_program_says_what_to_set() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "RLFLEET_POD_IP is not set" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

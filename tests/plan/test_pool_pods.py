@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rlfleet.plan.template import InvalidPool
 from tests.plan.pool_kit import pool
 
 KEYS = {"kid": "key"}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(p: dict[str, Any], index: int = 0) -> dict[str, Any]:
@@ -45,6 +47,22 @@ def test_gate_is_a_native_sidecar_that_guards_the_start_of_the_engine() -> None:
     assert pod["spec"]["restartPolicy"] == "Never"
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert json.loads(env(sidecar)["RLFLEET_PUBLIC_KEYS"]) == KEYS
+
+
+def test_the_gate_keeps_its_images_user_where_the_template_runs_as_root() -> None:
+    """The kubelet refuses a container that must not run as root and inherits user 0 from its pod."""
+    spec = {"containers": [{"name": "engine"}], "securityContext": {"runAsUser": 0, "runAsGroup": 0}}
+    pod = build(pool(pod_spec=spec))
+    assert pod["spec"]["securityContext"] == {"runAsUser": 0, "runAsGroup": 0}
+    security = gate(pod)["securityContext"]
+    assert (security["runAsNonRoot"], security["runAsUser"], security["runAsGroup"]) == (True, 65532, 65532)
+    assert "USER 65532:65532" in (ROOT / "Dockerfile").read_text()
+    for other in ({}, {"securityContext": {"runAsUser": 1000}}):
+        # Whoever else the pod's containers run as, the gate may, too.
+        assert (
+            "runAsUser"
+            not in gate(build(pool(pod_spec={"containers": [{"name": "engine"}], **other})))["securityContext"]
+        )
 
 
 def test_a_certificate_is_mounted_into_the_gate_alone_and_probed_over_tls() -> None:

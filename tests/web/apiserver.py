@@ -20,11 +20,15 @@ def _bears(obj: Any, wanted: list[tuple[str, str, str]]) -> bool:
 
 
 class Apiserver:
-    """Serves ``objects``, which may be exchanged. ``seen``: (path, Authorization) of every request."""
+    """Serves ``objects``, which may be exchanged.
+
+    ``seen``: (path, Authorization) of every request; ``looks``: paths of those that asked for more than one object.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         self.seen: list[tuple[str, str]] = []
+        self.looks: list[str] = []
         app = web.Application()
         app.router.add_get("/{path:.*}", self._get)
         self.server = TestServer(app)
@@ -32,6 +36,8 @@ class Apiserver:
     async def _get(self, request: web.Request) -> web.Response:
         who = request.headers.get("Authorization", "")
         self.seen.append((request.path, who))
+        if request.query.get("limit") not in (None, "1"):
+            self.looks.append(request.path)
         token = who.removeprefix("Bearer ")
         if token not in TOKENS:
             return web.json_response({"kind": "Status", "message": "Unauthorized"}, status=401)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rlfleet.control.explaining import Wanted
 from rlfleet.kube.config import Credentials
 from rlfleet.web.server import Standby, WebServer
+from rlfleet.web.shared import Shared
 from tests.cli.fleets import recorded
 from tests.plan.rounds_kit import cache, engine, gate, ref, sender
 from tests.plan.test_explain import ask
@@ -30,8 +32,8 @@ async def apiserver() -> AsyncIterator[Apiserver]:
     await one.server.close()
 
 
-@pytest.fixture
-async def page(apiserver: Apiserver) -> AsyncIterator[WebServer]:
+@asynccontextmanager
+async def serving(apiserver: Apiserver, looks: Shared | None = None) -> AsyncIterator[WebServer]:
     """The web server of a leader that knows two engines of version 2; of other versions it is a standby."""
 
     async def where() -> Credentials:
@@ -43,10 +45,19 @@ async def page(apiserver: Apiserver) -> AsyncIterator[WebServer]:
         said = ask(engine("a", gate()), engine("b", gate(), quarantined=True), wanted=TWO, holds=HOLDS)
         return {"observed": {}, "explanation": said}
 
-    server = WebServer("127.0.0.1", 0, where=where, report=report)
+    server = WebServer("127.0.0.1", 0, where=where, report=report, looks=looks)
     await server.start()
-    yield server
-    await server.stop()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def page(apiserver: Apiserver) -> AsyncIterator[WebServer]:
+    """A web server."""
+    async with serving(apiserver) as server:
+        yield server
 
 
 @pytest.fixture

@@ -16,8 +16,11 @@ from rlfleet.cli.asking import explained
 from rlfleet.control.explaining import Wanted
 from rlfleet.kube.config import Credentials
 from rlfleet.web.server import WebServer
+from rlfleet.web.shared import KEPT, LEAST_SECONDS, MOST_SECONDS, Shared
+from rlfleet.web.viewer import Denied
 from tests.cli.fleets import large
 from tests.web.apiserver import Apiserver
+from tests.web.conftest import serving
 
 
 async def get(
@@ -39,6 +42,72 @@ async def test_the_tree_and_rounds_are_read_with_the_viewers_token_alone(page: W
     assert body["pipelines"][0]["lag"] == 1
     assert body["rounds"][0]["failure"]["reason"] == "StagingDeadline"
     assert {who for _, who in apiserver.seen} == {"Bearer all"}
+
+
+async def test_tabs_share_one_look_that_each_of_them_must_be_allowed(apiserver: Apiserver) -> None:
+    where = "/api/fleet?namespace=t-8dbb0a5ba5"
+    async with serving(apiserver, Shared(lambda: 0.0)) as page:
+        answers = await asyncio.gather(*(get(page, where, token) for token in ("all", "one", "all", "one")))
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert all(body == answers[0][1] for _, body, _ in answers)
+        assert len(apiserver.looks) == 3, "one list of each kind for all of them"
+        # It is kept, and shown to nobody who may not look: neither to one without rights, nor of another namespace.
+        assert (await get(page, where, "none"))[0] == 403
+        assert (await get(page, where, "forged"))[0] == 401
+        assert (await get(page, "/api/fleet", "one"))[0] == 403
+        assert len(apiserver.looks) == 3
+
+
+class Slow:
+    """A clock, and looks that take so many seconds of it."""
+
+    def __init__(self, took: float) -> None:
+        self.now, self.took, self.made = 0.0, took, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def make(self) -> str:
+        self.made += 1
+        self.now += self.took
+        return f"look {self.made}"
+
+
+@pytest.mark.parametrize(("took", "kept"), [(0.0, LEAST_SECONDS), (0.5, 10.0), (60.0, MOST_SECONDS)])
+async def test_a_look_is_kept_for_longer_the_longer_it_takes(took: float, kept: float) -> None:
+    slow = Slow(took)
+    looks = Shared(slow)
+    assert await looks.get("a", slow.make) == "look 1"
+    slow.now += kept - 0.01
+    assert await looks.get("a", slow.make) == "look 1"
+    slow.now += 0.02
+    assert await looks.get("a", slow.make) == "look 2"
+
+
+async def test_a_look_that_fails_is_nobody_elses_failure() -> None:
+    looks = Shared()
+
+    async def fail() -> str:
+        raise Denied(401, "expired")
+
+    async def work() -> str:
+        return "seen"
+
+    with pytest.raises(Denied):
+        await looks.get("a", fail)
+    assert await looks.get("a", work) == "seen"
+
+
+async def test_no_more_looks_are_kept_than_some() -> None:
+    slow = Slow(0.0)
+    looks = Shared(slow)
+    for i in range(KEPT + 1):
+        await looks.get(f"n{i}", slow.make)
+        slow.now += 0.001
+    await looks.get(f"n{KEPT}", slow.make)
+    assert slow.made == KEPT + 1
+    await looks.get("n0", slow.make)
+    assert slow.made == KEPT + 2, "the oldest one made room"
 
 
 async def test_a_token_that_reads_one_namespace_sees_that_and_is_told_how(page: WebServer) -> None:

@@ -117,6 +117,12 @@ OPERATOR: tuple[Metric, ...] = (
     ),
     Metric("rlfleet_round_takeovers_total", C, "Rounds that were taken over from an earlier holder.", (ROUND_KIND,)),
     Metric(
+        "rlfleet_pipeline_round_seconds",
+        G,
+        "Seconds that spec.sync gives a claimed round: stagingSeconds, pausedSeconds and drain. Holding has no end.",
+        (NAMESPACE, PIPELINE),
+    ),
+    Metric(
         "rlfleet_round_start_timestamp_seconds",
         G,
         "When the round that runs was first claimed; absent when none runs.",

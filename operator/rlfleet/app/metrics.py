@@ -37,6 +37,7 @@ class OperatorMetrics:
         self._committed = made.gauge("rlfleet_pipeline_committed_version")
         self._published = made.gauge("rlfleet_pipeline_published_version")
         self._lag = made.gauge("rlfleet_pipeline_version_lag")
+        self._round_seconds = made.gauge("rlfleet_pipeline_round_seconds")
         self._round_start = made.gauge("rlfleet_round_start_timestamp_seconds")
         self._phase_start = made.gauge("rlfleet_round_phase_start_timestamp_seconds")
         self._engines = made.gauge("rlfleet_engines")
@@ -111,6 +112,7 @@ class OperatorMetrics:
             (self._committed, numbers.committed),
             (self._published, numbers.published),
             (self._lag, numbers.lag),
+            (self._round_seconds, numbers.round_seconds),
         ):
             if value is not None:
                 wanted[gauge, (namespace, name)] = value

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
@@ -30,18 +29,17 @@ from rlfleet.app.kinds import ServedKinds
 from rlfleet.app.login import login
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
+from rlfleet.app.signing import SigningKeySource
 from rlfleet.app.triggers import Triggers
 from rlfleet.control.context import Context, Kind, NoTraces, QueueKey, SystemClock, Traces
 from rlfleet.control.deletion import watch_deletion
 from rlfleet.control.explaining import Wanted, report
-from rlfleet.control.keys import SigningKeyError, SigningKeys
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.pool import PoolReconciler
 from rlfleet.control.queue import Result, WorkQueue
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import CredentialSource, credential_source, load
-from rlfleet.kube.errors import ApiError
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.leader import Elector
@@ -53,8 +51,6 @@ from rlfleet.web.server import Standby, WebServer
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks for the signing key while it does not exist yet.
-KEY_SECONDS = 2.0
 #: Seconds for queued Events, and then for mutations under way to be answered, before the Lease is released.
 FLUSH_SECONDS = 0.5
 QUIET_SECONDS = 1.0
@@ -88,7 +84,7 @@ class Operator:
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._keys_loaded = False
+        self._signing = SigningKeySource(settings)
         self._kinds = ServedKinds()
         self._pods: Reflector | None = None
         self._pools: PoolReconciler | None = None
@@ -296,9 +292,9 @@ class Operator:
             self._metrics.leading(True, 0)
         else:
             self._spawn(elector.run(), "leader election")
-            await self._look_for_key(kube, elector)
+            await self._signing.look(kube, elector)
             await elector.acquired.wait()
-        keys = await self._load_keys(kube)
+        keys = await self._signing.load(kube)
         events = EventRecorder(kube, instance=self._control.identity, observer=self._metrics)
         self._context = Context(
             kube=kube,
@@ -321,7 +317,7 @@ class Operator:
         )
         self._pools = PoolReconciler(self._context)
         self._spawn(events.run(), "event recorder")
-        self._spawn(self._follow_keys(kube, keys), "view of the signing key")
+        self._spawn(self._signing.follow(kube, keys), "view of the signing key")
         await self._queue.run()
 
     def _make_traces(self) -> Traces:
@@ -332,48 +328,6 @@ class Operator:
         made = RoundTraces(self._settings.otlp_endpoint, identity=self._control.identity)
         self._close_traces = made.close
         return made
-
-    async def _load_keys(self, kube: KubeClient) -> SigningKeys:
-        """The key, made if there is none; an apiserver that is away for a moment ends no term."""
-        while True:
-            try:
-                s = self._settings
-                keys = await SigningKeys.load(kube, s.namespace, s.signing_key_secret, timeout=s.api_timeout)
-            except ApiError as e:
-                log.warning("signing key: %s; again in %g s", e, KEY_SECONDS)
-                await asyncio.sleep(KEY_SECONDS)
-                continue
-            self._keys_loaded = True
-            return keys
-
-    async def _follow_keys(self, kube: KubeClient, keys: SigningKeys) -> None:
-        """Take a new key up without a restart. One that is gone or unusable changes nothing: the old one is known."""
-        while True:
-            await asyncio.sleep(self._settings.key_seconds)
-            try:
-                s = self._settings
-                found = await SigningKeys.find(kube, s.namespace, s.signing_key_secret, timeout=s.api_timeout)
-            except (ApiError, SigningKeyError) as e:
-                log.warning("signing key: %s; going on with key %s", e, keys.current.kid)
-                continue
-            if found is None:
-                log.warning("the Secret of the signing key is gone; going on with key %s", keys.current.kid)
-            elif keys.adopt(found):
-                log.info("signing with key %s; accepted are %s", keys.current.kid, ", ".join(keys.public_text()))
-
-    async def _look_for_key(self, kube: KubeClient, elector: Elector) -> None:
-        """A standby is ready when it can read the key that it would need; the leader makes it at the first start."""
-        while not elector.acquired.is_set():
-            try:
-                s = self._settings
-                self._keys_loaded = bool(await SigningKeys.find(kube, s.namespace, s.signing_key_secret))
-            except ApiError as e:
-                log.warning("signing key: %s", e)
-            if self._keys_loaded:
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(KEY_SECONDS):
-                    await elector.acquired.wait()
 
     async def _shut_down(self) -> None:
         """End what runs, in order: reconciles, Events, the right to mutate, the Lease, connections.
@@ -423,6 +377,10 @@ class Operator:
             return await reconcile_pipeline(ctx, key.namespace, key.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        if self._ending is not None:
+            # Whoever shuts down has its list of what is to end already; an election that begins now would never end.
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work, name=name)
         task.add_done_callback(self._ended)
         self._tasks.append(task)
@@ -438,7 +396,7 @@ class Operator:
     def _not_ready(self) -> str:
         if self._kinds.problem:
             return self._kinds.problem
-        if not self._keys_loaded:
+        if not self._signing.found:
             return "signing key is not loaded"
         if self._pods is None:
             return "view of pods is not complete"

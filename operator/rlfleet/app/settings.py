@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfleet.control.context import ControlSettings
+from rlfleet.logs import LEVELS
 from rlfleet.plan.discovery import Naming
 from rlfleet.plan.leader import MAX_LEASE_SECONDS, Timing
 from rlfleet.tls import ClientTLS, TLSError
@@ -181,7 +182,7 @@ class Settings:
             raise SettingsError("--discovery-auth (RLFLEET_DISCOVERY_AUTH) must be none or token")
         if self.log_format not in ("json", "text"):
             raise SettingsError("--log-format (RLFLEET_LOG_FORMAT) must be json or text")
-        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        if self.log_level not in LEVELS:
             raise SettingsError("--log-level (RLFLEET_LOG_LEVEL) must be DEBUG, INFO, WARNING or ERROR")
         if self.lease_seconds > MAX_LEASE_SECONDS:
             raise SettingsError(f"--lease-seconds (RLFLEET_LEASE_SECONDS) must be at most {MAX_LEASE_SECONDS:g}")

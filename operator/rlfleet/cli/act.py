@@ -7,7 +7,7 @@ touches an engine, a gate or a status.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from rlfleet.cli.output import Format, console, dump, show, tame
 from rlfleet.client import Client, errors
 from rlfleet.show.facts import document, duration, version_text
 
-#: Seconds in which a sync that is not waited for must at least be made.
+#: Seconds for the operator to report the sender: who orders by hand does not wait for a trainer to start.
 ORDER_SECONDS = 10.0
 
 
@@ -65,27 +65,18 @@ def sync(
             err.print(tame(f"{phase}: {detail}" if detail else phase))
 
     with explained(), Client(home, pipeline, kubeconfig, context=context) as client:
+        how: dict[str, Any] = {"manifest_digest": digest, "retries": retries, "allow_rollback": rollback}
+        how |= {"sender_timeout": ORDER_SECONDS, "timeout": timeout}
         try:
-            done = client.sync(
-                version,
-                manifest_digest=digest,
-                retries=retries,
-                allow_rollback=rollback,
-                timeout=timeout if wait else ORDER_SECONDS,
-                sender_timeout=ORDER_SECONDS,
-                on_progress=say if wait else None,
-            )
-        except errors.SyncTimeout as e:
-            if wait:
-                raise told(e, home) from e
-            if output in (Format.JSON, Format.YAML):
-                dump({"version": version, "round": e.round, "phase": e.phase}, output)
-            else:
-                show(f"syncround/{e.round} asked for; see: rlfleet round show {e.round} -n {home}")
-            return
+            done = client.sync(version, on_progress=say, **how) if wait else client.order(version, **how)
         except errors.SyncError as e:
             raise told(e, home) from e
-    if output in (Format.JSON, Format.YAML):
+    if isinstance(done, str):
+        if output in (Format.JSON, Format.YAML):
+            dump({"version": version, "round": done}, output)
+        else:
+            show(f"syncround/{done} asked for; see: rlfleet round show {done} -n {home}")
+    elif output in (Format.JSON, Format.YAML):
         dump(document(done), output)
     elif done.already_committed:
         show(f"{version_text(version)} is committed already: nothing was asked for")

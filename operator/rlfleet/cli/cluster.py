@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -93,7 +94,7 @@ class Cluster:
         prefix, kind = KINDS[plural]
         where = namespace or self.namespace
         scoped = plural in _EVERYWHERE or where is None
-        path = f"{prefix}/{plural}" if scoped else f"{prefix}/namespaces/{where}/{plural}"
+        path = f"{prefix}/{plural}" if scoped else f"{prefix}/namespaces/{quote(str(where), safe='')}/{plural}"
         items: list[Obj] = []
         params = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
@@ -139,9 +140,11 @@ class Cluster:
 
     def _path(self, plural: str, name: str, namespace: str | None) -> str:
         prefix, _ = KINDS[plural]
+        # A name comes from a person: whatever is in it, it stays one part of the path.
+        last = quote(name, safe="")
         if plural in _EVERYWHERE:
-            return f"{prefix}/{plural}/{name}"
-        return f"{prefix}/namespaces/{namespace or self.home()}/{plural}/{name}"
+            return f"{prefix}/{plural}/{last}"
+        return f"{prefix}/namespaces/{quote(namespace or self.home(), safe='')}/{plural}/{last}"
 
     def call(
         self,

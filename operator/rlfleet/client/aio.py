@@ -68,6 +68,10 @@ class AsyncClient:
         """See Client. ``on_progress`` is called in another thread."""
         return await asyncio.to_thread(self._client.sync, version, **how)
 
+    async def order(self, version: int, **how: Any) -> SyncResult | str:
+        """See Client."""
+        return await asyncio.to_thread(self._client.order, version, **how)
+
     async def cancel(self, round: str, **how: Any) -> None:
         """See Client."""
         await asyncio.to_thread(self._client.cancel, round, **how)

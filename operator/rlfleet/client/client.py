@@ -82,14 +82,51 @@ class Client(Demanding):
         SyncTimeout (the round goes on), and the errors of the API: PipelineNotFound, NamespaceNotFound, Forbidden,
         ApiUnavailable...
         """
-        if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
-            raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
-        if retries < 0 or timeout <= 0:
-            raise ValueError("retries must not be negative, timeout must be positive")
         if on_holding not in ("raise", "wait"):
             raise ValueError(f'on_holding must be "raise" or "wait", not {on_holding!r}')
-        now = time.monotonic()
-        wait = Wait(now, now + timeout, on_progress or say_nothing, patient=on_holding == "wait")
+        wait = _begin(version, retries, timeout, on_progress, patient=on_holding == "wait")
+        asked = self._what(version, sender_incarnation, manifest_digest, sender_timeout, wait, rollback=allow_rollback)
+        return asked if isinstance(asked, rounds.SyncResult) else self._carry(asked, retries, wait)
+
+    def order(
+        self,
+        version: int,
+        *,
+        sender_incarnation: str | None = None,
+        manifest_digest: str | None = None,
+        timeout: float = 60.0,
+        sender_timeout: float = 60.0,
+        retries: int = 0,
+        allow_rollback: bool = False,
+    ) -> rounds.SyncResult | str:
+        """Ask for what ``sync`` brings, and do not wait for it: the name of the round that carries it, or its result
+        where it has ended already.
+
+        Arguments and errors as of ``sync``; ``timeout`` is for the calls that ask.
+        """
+        wait = _begin(version, retries, timeout, None, patient=True)
+        asked = self._what(version, sender_incarnation, manifest_digest, sender_timeout, wait, rollback=allow_rollback)
+        if isinstance(asked, rounds.SyncResult):
+            return asked
+        attempt, found = 1, self._find_or_create(asked, 1, wait)
+        while rounds.ended(found):
+            later, retries = self._after(asked, attempt, found, retries, wait)
+            if later is None:
+                return rounds.result(found, time.monotonic() - wait.started)
+            attempt, found = attempt + 1, later
+        return found.metadata.name
+
+    def _what(
+        self,
+        version: int,
+        sender_incarnation: str | None,
+        manifest_digest: str | None,
+        sender_timeout: float,
+        wait: Wait,
+        *,
+        rollback: bool,
+    ) -> rounds.SyncResult | rounds.Order:
+        """What is to be asked for; a result: nothing, it is committed already."""
         pipeline = self._pipeline(wait.until)
         done = self._committed_already(pipeline, version, manifest_digest, sender_incarnation, wait)
         if done is not None:
@@ -97,7 +134,7 @@ class Client(Demanding):
         committed = pipeline.status.committed
         rollback_from = None
         if committed is not None and version < committed.version:
-            if not allow_rollback:
+            if not rollback:
                 raise errors.SyncRefused(
                     f"version {version} is below version {committed.version}, which is committed; "
                     "sync(..., allow_rollback=True) if that is meant",
@@ -109,8 +146,7 @@ class Client(Demanding):
             incarnation = rounds.named_checkpoint(version, manifest_digest)
         else:
             pipeline, incarnation = self._sender(pipeline, version, sender_incarnation, sender_timeout, wait)
-        order = rounds.Order(pipeline, version, incarnation, manifest_digest, rollback_from)
-        return self._carry(order, retries, wait)
+        return rounds.Order(pipeline, version, incarnation, manifest_digest, rollback_from)
 
     def _committed_already(
         self, pipeline: RLPipeline, version: int, digest: str | None, incarnation: str | None, wait: Wait
@@ -157,19 +193,28 @@ class Client(Demanding):
         found = self._find_or_create(order, attempt, wait)
         while True:
             found = self._until_ended(found, wait)
-            other_bytes = self._other_bytes(order, found)
-            if rounds.succeeded(found) and not other_bytes:
-                return rounds.result(found, time.monotonic() - wait.started)
-            # Attempts of earlier calls are the past of this one: the latest of them counts.
-            later = self._find(order, attempt + 1, wait)
+            later, retries = self._after(order, attempt, found, retries, wait)
             if later is None:
-                if not other_bytes and (retries <= 0 or found.status.committed):
-                    # A committed version needs no other attempt, however many are allowed.
-                    raise rounds.failure(found, "" if found.status.committed else "Try again with sync(..., retries=1)")
-                if not other_bytes:
-                    retries -= 1
-                later = self._find_or_create(order, attempt + 1, wait)
+                return rounds.result(found, time.monotonic() - wait.started)
             attempt, found = attempt + 1, later
+
+    def _after(
+        self, order: rounds.Order, attempt: int, found: SyncRound, retries: int, wait: Wait
+    ) -> tuple[SyncRound | None, int]:
+        """The attempt after one that has ended (None: it is the success that was asked for), and the retries left."""
+        other_bytes = self._other_bytes(order, found)
+        if rounds.succeeded(found) and not other_bytes:
+            return None, retries
+        # Attempts of earlier calls are the past of this one: the latest of them counts.
+        later = self._find(order, attempt + 1, wait)
+        if later is None:
+            if not other_bytes and (retries <= 0 or found.status.committed):
+                # A committed version needs no other attempt, however many are allowed.
+                raise rounds.failure(found, "" if found.status.committed else "Try again with sync(..., retries=1)")
+            if not other_bytes:
+                retries -= 1
+            later = self._find_or_create(order, attempt + 1, wait)
+        return later, retries
 
     @staticmethod
     def _other_bytes(order: rounds.Order, found: SyncRound) -> bool:
@@ -317,6 +362,16 @@ class Client(Demanding):
     def cancel(self, round: str, timeout: float = 30.0) -> None:
         """Ask for a round to be stopped (``spec.cancel``). It acts until engines begin to load; see the round's end."""
         self._api.merge(ROUNDS, round, {"spec": {"cancel": True}}, time.monotonic() + timeout)
+
+
+def _begin(version: object, retries: int, timeout: float, say: Progress | None, *, patient: bool) -> Wait:
+    """The wait of one call. ValueError: an argument that can not be meant."""
+    if isinstance(version, bool) or not isinstance(version, int) or not -1 <= version <= 2**53:
+        raise ValueError(f"version must be an integer from -1 (the base) to 2**53, not {version!r}")
+    if retries < 0 or timeout <= 0:
+        raise ValueError("retries must not be negative, timeout must be positive")
+    now = time.monotonic()
+    return Wait(now, now + timeout, say or say_nothing, patient=patient)
 
 
 def _phase(found: SyncRound) -> str:

@@ -64,8 +64,11 @@ async def serve(config: GateConfig, tls: ServerTLS | None = None) -> int:
 
 def run(env: Mapping[str, str]) -> int:
     """Run a gate configured by ``env``; returns the exit code."""
+    level = env.get("RLFLEET_LOG_LEVEL", "INFO").upper()
     try:
         config = load_config(env)
+        if level not in logs.LEVELS:
+            raise ConfigError(f"RLFLEET_LOG_LEVEL is {level!r}: use {', '.join(logs.LEVELS)}")
         tls = ServerTLS(config.tls_dir) if config.tls_dir is not None else None
     except TLSError as e:
         print(f"rlfleet gate: RLFLEET_TLS_DIR: {e}", file=sys.stderr)
@@ -75,7 +78,7 @@ def run(env: Mapping[str, str]) -> int:
         return 2
     logs.configure(
         "json",
-        env.get("RLFLEET_LOG_LEVEL", "INFO").upper(),
+        level,
         {"pod": config.pod_name, "engine": config.engine_name, "podUID": config.pod_uid},
     )
     try:

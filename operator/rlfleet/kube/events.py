@@ -1,7 +1,7 @@
 """Kubernetes Events about our objects, few and useful.
 
 Invariant: recording never delays or fails a reconcile: events are queued, aggregated while the same thing repeats,
-rate limited per object, and dropped (counted) when the apiserver is not there.
+rate limited per object, and dropped (counted) when the apiserver is not there. What could not be written was not said.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -190,6 +191,7 @@ class EventRecorder:
                     await self._write(said, event)
                 except (ApiError, NotLeader) as e:
                     self._drop(1)
+                    said.told = -math.inf  # nobody has heard it: it is said when it happens again
                     if "being terminated" in str(e):
                         self._ending[event["metadata"]["namespace"]] = asyncio.get_running_loop().time()
                         while len(self._ending) > REMEMBERED:

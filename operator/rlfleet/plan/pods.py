@@ -78,6 +78,8 @@ _GATE_SECURITY: Final[Mapping[str, Any]] = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+#: User and group of the images that this project builds.
+OUR_USER: Final = 65532
 #: A start may read hundreds of gigabytes: probes wait an hour before they give up on a container.
 ENGINE_START_PERIOD: Final = 2
 ENGINE_START_FAILURES: Final = 1800
@@ -255,7 +257,7 @@ def _plugin_container(pool: Mapping[str, Any]) -> Obj:
         "image": gate["image"],
         **({"imagePullPolicy": gate["imagePullPolicy"]} if gate.get("imagePullPolicy") else {}),
         "command": [*PLUGIN_COMMAND, PLUGIN_DIR],
-        "securityContext": copy.deepcopy(_GATE_SECURITY),
+        "securityContext": _our_security(pool),
         "volumeMounts": [{"name": PLUGIN_VOLUME, "mountPath": PLUGIN_DIR}],
     }
 
@@ -315,7 +317,7 @@ def _gate_container(
         "env": env,
         "ports": [{"name": "gate", "containerPort": port}],
         "resources": resources,
-        "securityContext": copy.deepcopy(_GATE_SECURITY),
+        "securityContext": _our_security(pool),
         "volumeMounts": [
             {"name": STATE_VOLUME, "mountPath": STATE_DIR},
             {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},
@@ -326,6 +328,15 @@ def _gate_container(
         "readinessProbe": _probe("/readyz", port, tls, period=2, failures=3),
         "livenessProbe": _probe("/livez", port, tls, period=10, failures=6),
     }
+
+
+def _our_security(pool: Mapping[str, Any]) -> Obj:
+    """The security context of our containers. A template that runs its containers as root does not mean these, which
+    the kubelet would refuse to start as root: they keep their image's user then."""
+    found: Obj = copy.deepcopy(dict(_GATE_SECURITY))
+    if (template_of(pool)["spec"].get("securityContext") or {}).get("runAsUser") == 0:
+        found |= {"runAsUser": OUR_USER, "runAsGroup": OUR_USER}
+    return found
 
 
 def _probe(path: str, port: int, tls: bool, *, period: int, failures: int) -> Obj:

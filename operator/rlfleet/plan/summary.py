@@ -14,6 +14,7 @@ from typing import Any, Final
 from rlfleet.api.metrics import PARTS
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.api.v1alpha1.syncround_status import MemberOutcome
+from rlfleet.plan.quiesce import drain_allowance
 from rlfleet.plan.rounds import TERMINAL
 
 Obj = Mapping[str, Any]
@@ -106,6 +107,8 @@ class PipelineNumbers:
     fence: int | None
     committed: int | None
     published: int | None
+    round_seconds: int | None
+    """Seconds that spec.sync gives a claimed round, without those in Holding."""
 
     @property
     def lag(self) -> int | None:
@@ -124,7 +127,16 @@ def pipeline_numbers(pipeline: Obj) -> PipelineNumbers:
         fence=status.get("fence"),
         committed=committed["version"] if committed else None,
         published=cache["version"] if cache else None,
+        round_seconds=_round_seconds(pipeline),
     )
+
+
+def _round_seconds(pipeline: Obj) -> int | None:
+    sync = (pipeline.get("spec") or {}).get("sync") or {}
+    deadlines = sync.get("deadlines") or {}
+    if "stagingSeconds" not in deadlines or "pausedSeconds" not in deadlines:
+        return None
+    return int(deadlines["stagingSeconds"]) + int(deadlines["pausedSeconds"]) + drain_allowance(sync)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 Invariants:
 - read-only: nothing but GET is routed, and a dry run writes nothing (control.explaining);
-- no answer with data without the viewer's token, which the apiserver itself judges (viewer.py);
+- no answer with data without the viewer's token, which the apiserver itself judges at each request (viewer.py), also
+  where the answer is one that another viewer's look brought (shared.py);
 - static files are those of the package; the content security policy lets the page load and call nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -25,6 +27,7 @@ from rlfleet.kube.errors import ApiError
 from rlfleet.show.facts import document
 from rlfleet.show.fleet import fleet
 from rlfleet.show.rounds import rounds
+from rlfleet.web.shared import Shared
 from rlfleet.web.viewer import MAX_TOKEN, Denied, Viewer
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ Obj = dict[str, Any]
 #: Namespace, pipeline, and the sync that is thought of -> what control.explaining.report answers.
 Report = Callable[[str, str, Wanted | None], Awaitable[Obj]]
 
+#: What the page shows, as (plural, kind).
+_SHOWN: Final = (("rlpipelines", "RLPipeline"), ("enginepools", "EnginePool"), ("syncrounds", "SyncRound"))
 #: Rounds that the page gets, newest first.
 ROUNDS = 60
 #: Dry runs at a time: each asks every gate of a pipeline.
@@ -65,7 +70,15 @@ class Standby(Exception):
 class WebServer:
     """Serves on ``host``:``port`` from ``start()`` to ``stop()``, in the running loop."""
 
-    def __init__(self, host: str, port: int, *, where: Callable[[], Awaitable[Credentials]], report: Report) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        where: Callable[[], Awaitable[Credentials]],
+        report: Report,
+        looks: Shared | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._find = where
@@ -73,6 +86,7 @@ class WebServer:
         self._where: Credentials | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._looks = looks or Shared()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS)
         self.port = 0
 
@@ -111,21 +125,19 @@ class WebServer:
         """The tree and the newest rounds, of one namespace or of all."""
         viewer, namespace = self._viewer(request), _name(request, "namespace")
         try:
-            pipelines, pools, listed = await asyncio.gather(
-                viewer.list("rlpipelines", "RLPipeline", namespace),
-                viewer.list("enginepools", "EnginePool", namespace),
-                viewer.list("syncrounds", "SyncRound", namespace),
-            )
+            # What somebody else's look showed is theirs only if they could have looked themselves.
+            await viewer.may_list([plural for plural, _ in _SHOWN], namespace)
         except Denied as e:
             if e.status == 403 and namespace is None:
                 raise Denied(403, f"{e}. Name a namespace that this token may read") from e
             raise
-        found = {
-            "version": __version__,
-            "pipelines": fleet(pipelines, pools, listed),
-            "rounds": rounds(listed, limit=ROUNDS),
-        }
-        return web.json_response(document(found))
+
+        async def make() -> str:
+            lists = await asyncio.gather(*(viewer.list(plural, kind, namespace) for plural, kind in _SHOWN))
+            return await asyncio.to_thread(_drawn, *lists)
+
+        text = await self._looks.get(namespace or "", make)
+        return web.Response(text=text, content_type="application/json", charset="utf-8")
 
     async def _look(self, request: web.Request) -> web.Response:
         """What gates and the sender of one pipeline say now; with ``version``, what that sync would do."""
@@ -143,6 +155,15 @@ class WebServer:
             except ApiError as e:
                 raise Denied(502, f"the operator could not look: {e}") from e
         return web.json_response(document(found))
+
+
+def _drawn(pipelines: list[Obj], pools: list[Obj], listed: list[Obj]) -> str:
+    found = {
+        "version": __version__,
+        "pipelines": fleet(pipelines, pools, listed),
+        "rounds": rounds(listed, limit=ROUNDS),
+    }
+    return json.dumps(document(found))
 
 
 def _name(request: web.Request, field: str) -> str | None:

@@ -1,13 +1,14 @@
 """Reads at the apiserver in the viewer's name.
 
 Invariant: no credential of the operator's goes along, neither token nor certificate; the viewer's token is used for the
-one request that brought it, and is neither kept nor logged.
+one request that brought it, and is neither kept nor logged. Whether they may see something is asked at each request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -40,7 +41,7 @@ class Viewer:
 
     async def list(self, plural: str, kind: str, namespace: str | None) -> list[Obj]:
         """All objects of one of our kinds, in one namespace or (None) in all."""
-        path = f"{OURS}/namespaces/{namespace}/{plural}" if namespace else f"{OURS}/{plural}"
+        path = _path(plural, namespace)
         items: list[Obj] = []
         token = ""
         while True:
@@ -76,6 +77,10 @@ class Viewer:
             raise Denied(502, "the apiserver answered something else than an object")
         return found
 
+    async def may_list(self, plurals: Iterable[str], namespace: str | None) -> None:
+        """Denied unless the viewer may list all of these kinds of ours, in one namespace or (None) in all."""
+        await asyncio.gather(*(self.get(_path(plural, namespace), {"limit": "1"}) for plural in plurals))
+
     async def may_see(self, namespace: str, pipeline: str) -> None:
         """Denied unless the viewer can read all that a dry run of this pipeline tells about."""
         home = f"{OURS}/namespaces/{namespace}"
@@ -92,6 +97,10 @@ class Viewer:
         few = {"limit": "1"}
         path = f"/namespaces/{namespace}" if namespace else ""
         await asyncio.gather(self.get(f"{OURS}{path}/enginepools", few), self.get(f"/api/v1{path}/pods", few))
+
+
+def _path(plural: str, namespace: str | None) -> str:
+    return f"{OURS}/namespaces/{namespace}/{plural}" if namespace else f"{OURS}/{plural}"
 
 
 def _denied(status: int, raw: bytes) -> Denied:

@@ -85,6 +85,7 @@ class MilesCoordinator:
         self._lock = threading.RLock()
         self._registered = False
         self._owner: Any = None
+        self._engines: int | None = None
         self._active: set[int] = set()
         self._bootstrapped = False
         self._ready: int | None = None
@@ -127,6 +128,7 @@ class MilesCoordinator:
             raise RuntimeError("verify_model_after_sync is set, but spec.sync.verify of the RLPipeline is Off")
         with self._lock:
             self._owner = cache_owner_actor
+            self._engines = len(infer_gpu_ids) // rollout_num_gpus_per_engine if infer_gpu_ids else None
             self._registered = True
 
     def _reachable(self) -> Any:
@@ -152,7 +154,8 @@ class MilesCoordinator:
             self._bootstrapped = True
         try:
             if env.deferred_start():
-                self._ranks.rest([r for r in self._ranks.all_up() if r not in wanted], self._step(), None)
+                everyone = self._ranks.all_up(self._engines)
+                self._ranks.rest([r for r in everyone if r not in wanted], self._step(), None)
         except BaseException:
             with self._lock:
                 self._bootstrapped = False

@@ -167,15 +167,32 @@ class Ranks:
             raise RuntimeError(f"engines {missing} have no process in EnginePool {pool.metadata.name}: scale it up")
         return found
 
-    def all_up(self) -> range:
-        """The ranks of the whole pool, once each of them has a process whose devices are known."""
+    def all_up(self, registered: int | None) -> list[int]:
+        """The ranks of the whole pool, once each of them has a process whose devices are known.
+
+        ``registered``: how many engines the trainer was told of; None: it was not. Of adopted pods nothing else says
+        how many there will be: those that come later would stay awake.
+        """
+        pool = self._pool()
+        name = pool.metadata.name
+        adopted = pool.spec.source.adopt is not None
+        if adopted and registered is None:
+            raise RuntimeError(
+                f"{env.DEFER}=1, and the pods of EnginePool {name} are adopted: only infer_gpu_ids of "
+                "register_model_update_resources says how many engines there will be, so register with them first"
+            )
 
         def missing(pool: EnginePool) -> list[int]:
             known = {e.index for e in pool.status.engines if e.node is not None and e.gpus}
-            return [r for r in range(max(1, _size(pool))) if r not in known]
+            if not adopted:
+                return [r for r in range(max(1, _size(pool))) if r not in known]
+            # Their numbers are what their maker gave them, and need not begin with 0.
+            listed = sorted({e.index for e in pool.status.engines})
+            owed = max(registered or 0, _size(pool)) - len(listed)
+            free = (r for r in range(MAX_LISTED_ENGINES + len(listed)) if r not in listed)
+            return [*(r for r in listed if r not in known), *(r for r, _ in zip(free, range(owed), strict=False))]
 
-        name = self._pool().metadata.name
         pool = self._client.wait_for_pool(name, lambda p: not missing(p), RESIZE_SECONDS)
         if left := missing(pool):
             raise RuntimeError(f"engines {left} of EnginePool {name} have no process, or none whose devices are known")
-        return range(_size(pool))
+        return sorted({e.index for e in pool.status.engines}) if adopted else list(range(_size(pool)))
