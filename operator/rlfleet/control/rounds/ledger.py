@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlfleet.api import labels
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
-from rlfleet.control.rounds.objects import committed_of
+from rlfleet.control.rounds.objects import committed_of, record_of, slot_of
 from rlfleet.control.rounds.refusals import record_refusal
 from rlfleet.kube.errors import Conflict, NotFound, Unavailable, Unknown
 from rlfleet.kube.limiter import Priority
@@ -28,7 +28,6 @@ from rlfleet.plan.attempts import (
     Rejected,
     RoundRecord,
     append,
-    applied,
     decide,
     request_id,
     row,
@@ -322,24 +321,11 @@ class Ledger:
 
     def _record(self) -> RoundRecord:
         """The round as last read."""
-        status = self.round_status
-        lease = status.get("lease") or {}
-        return RoundRecord(
-            phase=str(status.get("phase") or ""),
-            holder=str(lease.get("holder") or ""),
-            generation=int(lease.get("generation") or 0),
-            applied=applied(status.get("attempts") or []),
-        )
+        return record_of(self.round_status)
 
     def _slot(self) -> RoundRecord:
-        """The pipeline's slot as last read; the fence is its generation."""
-        active = self.status.get("activeOperation") or {}
-        return RoundRecord(
-            phase=str(self.round_status.get("phase") or ""),
-            holder=str(active.get("holder") or ""),
-            generation=self._fence(),
-            slot=str(active.get("uid") or ""),
-        )
+        """The pipeline's slot as last read."""
+        return slot_of(self.status, self.round_status)
 
     def _leased(self) -> int:
         return int((self.round_status.get("lease") or {}).get("generation") or 0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlfleet.api.timestamps import epoch_ms
+from rlfleet.plan.attempts import RoundRecord, applied
 from rlfleet.plan.rounds import TERMINAL, Committed, RoundRef
 
 
@@ -40,6 +41,28 @@ def ref_of(obj: Mapping[str, Any]) -> RoundRef:
         expected_committed=spec.get("expectedCommitted"),
         kind=str(spec.get("kind") or "Refresh"),
         engines=tuple(spec.get("engines") or ()),
+    )
+
+
+def record_of(status: Mapping[str, Any]) -> RoundRecord:
+    """A round's status as the judge of tries sees it."""
+    lease = status.get("lease") or {}
+    return RoundRecord(
+        phase=str(status.get("phase") or ""),
+        holder=str(lease.get("holder") or ""),
+        generation=int(lease.get("generation") or 0),
+        applied=applied(status.get("attempts") or []),
+    )
+
+
+def slot_of(pipeline: Mapping[str, Any], status: Mapping[str, Any]) -> RoundRecord:
+    """A pipeline's slot (its status) beside one round's status; the fence is its generation."""
+    active = pipeline.get("activeOperation") or {}
+    return RoundRecord(
+        phase=str(status.get("phase") or ""),
+        holder=str(active.get("holder") or ""),
+        generation=int(pipeline.get("fence") or 0),
+        slot=str(active.get("uid") or ""),
     )
 
 
