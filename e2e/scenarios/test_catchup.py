@@ -183,11 +183,12 @@ def test_an_operator_killed_in_a_catch_up(fleet: Fleet, operator: Operator, clus
     fleet.publish(1, bulk=192 if phase == "Staging" else 0)
     assert fleet.ended(fleet.order(1))["status"]["phase"] == "Succeeded"
     fresh = closed_joiner(fleet, cluster, 2, pods)
-    fleet.fault(fresh, DISK, action="delay", seconds=4, times=1, when="before")
+    fleet.fault(fresh, DISK, action="hold", times=1)
     cluster.hollow.thaw(fleet.namespace, "trainer", "trainer")
     wait_until(lambda: any(r.get("status", {}).get("phase") == phase for r in catch_ups(fleet)), phase, every=0.02)
     operator.kill()
     assert fleet.paused(fresh)
+    fleet.heal(fresh)
     operator.start()
     fleet.serving(fresh, 1)
     assert len({fleet.checksum(p) for p in (pods[0], fresh)}) == 1
@@ -267,7 +268,7 @@ def test_a_catch_up_whose_object_vanishes_leaves_its_engine_closed_and_another_o
     pods = serialized_fleet(fleet, 1, sync={"deadlines": DEADLINES})
     assert fleet.sync(1)["status"]["phase"] == "Succeeded"
     fresh = closed_joiner(fleet, cluster, 2, pods)
-    fleet.fault(fresh, DISK, action="delay", seconds=4, times=1, when="before")
+    fleet.fault(fresh, DISK, action="hold", times=1)
     cluster.hollow.thaw(fleet.namespace, "trainer", "trainer")
     wait_until(
         lambda: any(r.get("status", {}).get("phase") == "Transferring" for r in catch_ups(fleet)),
@@ -275,6 +276,7 @@ def test_a_catch_up_whose_object_vanishes_leaves_its_engine_closed_and_another_o
         every=0.02,
     )
     operator.kill()
+    fleet.heal(fresh)
     lost = catch_ups(fleet)[0]["metadata"]
     patch = '{"metadata":{"finalizers":[]}}'
     cluster.kubectl("delete", "sr", lost["name"], "-n", fleet.namespace, "--wait=false")

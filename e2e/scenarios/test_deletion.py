@@ -38,8 +38,11 @@ def message(obj: dict[str, Any], kind: str) -> str:
 
 
 @contextlib.contextmanager
-def round_in(fleet: Fleet, phase: str, pods: list[dict[str, Any]]) -> Any:
-    """A round of version 1 that is in ``phase`` and, but for Pending and Holding, goes on by itself; its name."""
+def round_in(fleet: Fleet, phase: str, pods: list[dict[str, Any]], *, held: bool = False) -> Any:
+    """A round of version 1 that is in ``phase``; its name.
+
+    But for Pending and Holding it goes on by itself; with ``held`` (Transferring) when pods[0] is healed.
+    """
     frozen = ""
     hollow = fleet.cluster.hollow
     if phase == "Pending":
@@ -48,7 +51,8 @@ def round_in(fleet: Fleet, phase: str, pods: list[dict[str, Any]]) -> Any:
         if phase == "Quiescing":
             fleet.fault(pods[0], "pause_generation", action="delay", seconds=6, times=1)
         elif phase == "Transferring":
-            fleet.fault(pods[0], DISK, action="delay", seconds=6, times=1, when="before")
+            how = {"action": "hold"} if held else {"action": "delay", "seconds": 6}
+            fleet.fault(pods[0], DISK, times=1, when="before", **how)
         elif phase == "Committed":
             fleet.fault(pods[0], "continue_generation", action="delay", seconds=5, times=1)
         elif phase == "Holding":
@@ -137,7 +141,7 @@ def test_a_pipeline_waits_for_engines_that_do_not_close_and_says_so(fleet: Fleet
         delete(fleet, "rlpipeline/p", wait="--wait=false")
         wait_until(lambda: f"closed: {stuck}" in message(fleet.get("rlpipeline", "p"), "Progressing"), "it to say why")
         assert reason(fleet.get("rlpipeline", "p"), "Progressing") == "Terminating"
-        assert fleet.paused(pods[1]), "the others are closed meanwhile"
+        wait_until(lambda: fleet.paused(pods[1]), "the others to be closed meanwhile")
         wait_until(lambda: reason(fleet.get("enginepool", "e"), "Ready") == "PipelineDeleting", "the pool to say so")
         late = fleet.order(2)
         wait_until(lambda: fleet.phase(late) == "Cancelled", "a late round to be refused")
@@ -155,13 +159,13 @@ def test_a_pipeline_waits_for_engines_that_do_not_close_and_says_so(fleet: Fleet
 
 def test_a_pool_deleted_in_a_round_leaves_no_router_entry_and_no_pod(fleet: Fleet) -> None:
     router, pods = routed_fleet(fleet, 2, sync=SYNC)
-    with round_in(fleet, "Transferring", pods) as name:
+    with round_in(fleet, "Transferring", pods, held=True) as name:
         delete(fleet, "enginepool/e", wait="--wait=false")
-        said = wait_until(
-            lambda: message(fleet.get("enginepool", "e"), "Progressing"), "the pool to say what it awaits"
+        wait_until(
+            lambda: name in message(fleet.get("enginepool", "e"), "Progressing"), "the pool to say what it awaits"
         )
-        assert name in said
         assert {p["metadata"]["uid"] for p in fleet.engines()} == {p["metadata"]["uid"] for p in pods}
+        fleet.heal(pods[0])
         done = fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]
     wait_until(lambda: not left(fleet, "enginepools"), "the pool to be gone")

@@ -49,6 +49,11 @@ def names(pods: list[dict[str, Any]]) -> list[str]:
     return [str(p["metadata"]["name"]) for p in pods]
 
 
+def leaving(fleet: Fleet) -> str | None:
+    """UID of an engine pod that is on its way out."""
+    return next((str(p["metadata"]["uid"]) for p in fleet.engines() if "deletionTimestamp" in p["metadata"]), None)
+
+
 def gone(fleet: Fleet, pod: dict[str, Any]) -> bool:
     return pod["metadata"]["uid"] not in {p["metadata"]["uid"] for p in fleet.engines()}
 
@@ -81,7 +86,7 @@ def test_an_engine_that_the_scheduler_preempts_in_a_round_is_dropped(fleet: Flee
     # It fits on that node only without the engine: with one on each node, or with one of the two that share it.
     shared = stays["spec"]["nodeName"] == leaves["spec"]["nodeName"]
     for pod in (stays, leaves) if shared else (leaves,):
-        fleet.fault(pod, DISK, action="delay", seconds=25, times=1, when="before")
+        fleet.fault(pod, DISK, action="hold", times=1)
     high = f"high-{fleet.namespace}"
     fleet.cluster.apply(
         {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": high}, "value": 1000}
@@ -91,6 +96,10 @@ def test_an_engine_that_the_scheduler_preempts_in_a_round_is_dropped(fleet: Flee
         name = fleet.order(1)
         wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
         fleet.cluster.apply(greedy(fleet, leaves["spec"]["nodeName"], high, 7 if shared else 8))
+        if shared:
+            # Whichever of the two the scheduler does not take is to get on.
+            preempted = wait_until(lambda: leaving(fleet), "the scheduler to choose")
+            fleet.heal(next(p for p in (stays, leaves) if p["metadata"]["uid"] != preempted))
         done = fleet.ended(name)
     finally:
         fleet.cluster.kubectl("delete", "pod", "greedy", "-n", fleet.namespace, "--ignore-not-found")
@@ -153,7 +162,7 @@ def test_a_rolling_update_waits_for_the_round_and_takes_one_engine_at_a_time(fle
     fleet.trainer()
     old = fleet.ready_engines(2)
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
-    fleet.fault(old[0], DISK, action="delay", seconds=12, times=1, when="before")
+    fleet.fault(old[0], DISK, action="hold", times=1)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
@@ -164,6 +173,7 @@ def test_a_rolling_update_waits_for_the_round_and_takes_one_engine_at_a_time(fle
 
     wait_until(lambda: said()[0] == "RoundInProgress" and "earlier template" in said()[1], "the wish to be recorded")
     assert message(fleet.get("epool", "e"), "TemplateOutdated")[0] == "TemplateChanged"
+    fleet.heal(old[0])
     done = fleet.ended(name)
     assert {r for r, _ in results(done).values()} == {"Ok"}, "the round kept its engines"
 

@@ -32,12 +32,14 @@ def test_a_shrink_takes_effect_within_the_round_that_it_meets(fleet: Fleet, oper
     stays, leaves = pods
     if phase == "Transferring":
         for pod in pods:
-            fleet.fault(pod, DISK, action="delay", seconds=10, times=1, when="before")
+            fleet.fault(pod, DISK, action="hold", times=1)
     fleet.publish(1, bulk=512 if phase == "Staging" else 0)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == phase, phase, every=0.01)
     fleet.cluster.kubectl("scale", "epool/e", "--replicas=1", "-n", fleet.namespace)
     assert fleet.phase(name) == phase, "too late: the test shrinks the pool while the round is there"
+    for pod in pods:
+        fleet.heal(pod)
     done = fleet.ended(name)
     # The slot was not free for a moment: rounds that follow each other at once can not starve a shrink.
     assert goes(fleet, leaves), "the round has ended and has not removed the engine"

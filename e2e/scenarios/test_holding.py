@@ -114,11 +114,12 @@ def test_a_trainer_that_was_replaced_supersedes_a_held_round_with_any_version(
 
 def test_a_cancel_that_comes_when_weights_move_is_recorded_and_changes_nothing(fleet: Fleet) -> None:
     pods = serialized_fleet(fleet, 1, sync=sync())
-    fleet.fault(pods[0], DISK, action="delay", seconds=3, times=1, when="before")
+    fleet.fault(pods[0], DISK, action="hold", times=1)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
     patch(fleet, "syncround", name, {"spec": {"cancel": True}})
+    fleet.heal(pods[0])
     done = fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]
     assert condition(done, "CancelRequested") == "True"
@@ -140,12 +141,13 @@ def test_an_operator_whose_clock_is_an_hour_off_runs_rounds(
 ) -> None:
     """It takes over in mid-round from one whose clock is right: no budget is refilled or spent by that."""
     pods = serialized_fleet(fleet, 1, sync=sync(paused=60))
-    fleet.fault(pods[0], DISK, action="delay", seconds=4, times=1, when="before")
+    fleet.fault(pods[0], DISK, action="hold", times=1)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
     wait_until(lambda: fleet.paused(pods[0]), "the engine to be paused")
     operator.kill()
+    fleet.heal(pods[0])
     (tmp_path / "sitecustomize.py").write_text(SHIFTED)
     odd = Operator(
         cluster,

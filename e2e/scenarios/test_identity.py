@@ -130,7 +130,7 @@ def test_a_wiped_pipeline_goes_on_serving_says_so_and_recovers_with_the_next_rou
     wait_until(lambda: reason(fleet.get("enginepool", "e"), "Ready") == "CommittedUnknown", "the pool to say so")
     assert condition(fleet.get("enginepool", "e"), "AdmissionOpen") == "True"
     assert not any(fleet.paused(p) for p in pods), "what serves proven weights goes on serving"
-    assert events(fleet, "StatusLost")
+    wait_until(lambda: events(fleet, "StatusLost"), "an Event about it")
     # Enrolments below the gates' fence are refused; after the new claim the pool tells its gates what it must.
     fleet.pool(3)
     more = fleet.ready_engines(3)
@@ -222,7 +222,7 @@ def test_a_recovery_waits_for_what_still_runs_at_a_gate(fleet: Fleet, operator: 
     """Pipeline status and round are lost while an engine loads: nobody decides about it before that has ended."""
     pods = serialized_fleet(fleet, 2, sync=SYNC)
     base = fleet.checksum(pods[0])
-    fleet.fault(pods[0], DISK, action="delay", seconds=15, times=1, when="before")
+    fleet.fault(pods[0], DISK, action="hold", times=1)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.checksum(pods[1]) != base, "the other one to have loaded, as both were told", every=0.05)
@@ -235,6 +235,7 @@ def test_a_recovery_waits_for_what_still_runs_at_a_gate(fleet: Fleet, operator: 
     operator.start()
     wait_until(lambda: fleet.status("rlpipeline", "p").get("activeOperation"), "the pipeline to be claimed", every=0.05)
     assert fleet.checksum(pods[0]) == base, "too late to see anything: the load has ended"
+    fleet.heal(pods[0])
     wait_until(lambda: not fleet.status("rlpipeline", "p").get("activeOperation"), "the slot to be free", every=0.05)
     assert fleet.checksum(pods[0]) != base, "the slot was freed while the engine still loaded"
     assert "committed" not in fleet.status("rlpipeline", "p")
@@ -252,7 +253,7 @@ def test_a_poisoned_gate_is_replaced_and_poisons_nobody(fleet: Fleet) -> None:
     fleet.ready_engines(2)
     assert fleet.sync(1)["status"]["phase"] == "Succeeded"
     assert fleet.status("rlpipeline", "p")["fence"] < bad
-    assert events(fleet, "FencePoisoned")
+    wait_until(lambda: events(fleet, "FencePoisoned"), "an Event about it")
 
 
 # ------------------------------------------------------------------------------------------ poisoned

@@ -44,11 +44,12 @@ def test_a_round_never_takes_another_trainers_bytes_for_its_own(
 def test_a_commit_outlives_the_status_of_its_round(fleet: Fleet, operator: Operator) -> None:
     """The operator dies between the commit and the round's end, and the round's status is lost, plan and all."""
     pods = serialized_fleet(fleet, 2, sync=SYNC)
-    fleet.fault(pods[0], "continue_generation", action="delay", seconds=4, times=1)
+    fleet.fault(pods[0], "continue_generation", action="hold", times=1)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Committed", "Committed", every=0.01)
     operator.kill()
+    fleet.heal(pods[0])
     before = fleet.status("rlpipeline", "p")
     assert before["activeOperation"]["committed"] is True, "too late: the test kills the operator before it is done"
     write_status(fleet, "syncround", name, None)

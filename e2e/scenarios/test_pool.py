@@ -78,8 +78,12 @@ def test_crashed_engine_is_replaced_under_a_new_identity(fleet: Fleet) -> None:
     assert pods[1]["metadata"]["name"] not in {p["metadata"]["name"] for p in after}
     engines = counted(fleet, loading=2, failed=0)["status"]["engines"]
     assert {e["incarnation"] for e in engines} - set(incarnations.values()), "a new engine process has a new nonce"
-    events = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
-    failed = [e for e in events if e["reason"] == "PodFailed"]
+
+    def failures() -> list[dict[str, Any]]:
+        events = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
+        return [e for e in events if e["reason"] == "PodFailed"]
+
+    failed = wait_until(failures, "an Event about it")
     assert len(failed) == 1
     assert "exit code 137" in failed[0]["note"]
 

@@ -38,7 +38,7 @@ def update_under_load(
     """Order a round while requests run; their answers. In the middle of it no router lists any engine."""
     fleet.publish(version)
     for pod in pods:
-        fleet.fault(pod, "update_weights_from_disk", action="delay", seconds=3, times=1)
+        fleet.fault(pod, "update_weights_from_disk", action="hold", times=1)
     with ThreadPoolExecutor() as pool:
         requests: list[Future[tuple[int, Any]]] = [pool.submit(generate, router, tokens) for _ in range(4)]
         wait_until(lambda: running(fleet, pods) == 4, "all requests to run")
@@ -46,6 +46,8 @@ def update_under_load(
         wait_until(lambda: fleet.phase(name) in ("Transferring", *TERMINAL), "Transferring", every=0.05)
         assert fleet.phase(name) == "Transferring", fleet.status("syncround", name)
         assert router.listed() == set()
+        for pod in pods:
+            fleet.heal(pod)
         done = fleet.ended(name)
         assert done["status"]["phase"] == "Succeeded", done["status"]
         answers = [r.result() for r in requests]

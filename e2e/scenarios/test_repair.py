@@ -175,11 +175,12 @@ def test_a_poisoned_engine_that_somebody_opens_is_closed(stand: Stand) -> None:
 
 def test_an_operator_that_dies_within_a_repair_is_succeeded(stand: Stand) -> None:
     victim = stand.pods[0]
-    stand.fleet.fault(victim, "continue_generation", action="delay", seconds=4, times=1, when="before")
+    stand.fleet.fault(victim, "continue_generation", action="hold", times=1)
     stand.by_hand(victim, "/pause_generation", {"mode": "retract"})
     claim = stand.claimed("Repair")
     stand.operator.kill()
     assert stand.fleet.status("rlpipeline", "p")["activeOperation"] == claim
+    stand.fleet.heal(victim)
     stand.operator.start()
     stand.heals()
     assert stand.fleet.status("rlpipeline", "p")["fence"] > claim["generation"]
@@ -217,7 +218,7 @@ def test_a_round_that_no_claim_names_ends(stand: Stand) -> None:
     fleet = stand.fleet
     version = stand.next()
     for pod in stand.pods:
-        fleet.fault(pod, DISK, action="delay", seconds=3, times=1, when="before")
+        fleet.fault(pod, DISK, action="hold", times=1)
     fleet.publish(version)
     name = fleet.order(version)
     wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
@@ -226,6 +227,8 @@ def test_a_round_that_no_claim_names_ends(stand: Stand) -> None:
         "patch", "rlpipeline", "p", "-n", fleet.namespace, "--subresource=status", "--type=merge",
         "-p", json.dumps({"status": {"activeOperation": None}}),
     )  # fmt: skip
+    for pod in stand.pods:
+        fleet.heal(pod)
     stand.operator.start()
     done = fleet.ended(name)
     assert done["status"]["phase"] in ("Succeeded", "Failed")

@@ -154,13 +154,15 @@ def test_an_operator_killed_in_transferring_guesses_nothing(fleet: Fleet, operat
     pods = serialized_fleet(fleet, 2)
     sums = [fleet.checksum(p) for p in pods]
     for pod in pods:
-        fleet.fault(pod, DISK, action="delay", seconds=4, times=1, when=when)
+        fleet.fault(pod, DISK, action="hold", times=1, when=when)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Transferring", "Transferring", every=0.02)
     wait_until(lambda: all(fleet.paused(p) for p in pods), "engines to be paused")
     fence = fleet.status("rlpipeline", "p")["fence"]
     operator.kill()
+    for pod in pods:
+        fleet.heal(pod)
     operator.start()
     done = fleet.ended(name)
     status = done["status"]

@@ -226,12 +226,12 @@ def test_sync_before_the_sender_has_the_version_waits_and_says_why(fleet: Fleet)
     name = fleet.order(1)
     said = wait_until(
         lambda: next(
-            (c for c in fleet.status("syncround", name).get("conditions") or [] if c["type"] == "Progressing"), None
+            (c for c in fleet.status("syncround", name).get("conditions") or [] if c["reason"] == "SenderNotReady"),
+            None,
         ),
         "the round to say what it waits for",
     )
-    assert said["reason"] == "SenderNotReady"
-    assert "publish it" in said["message"]
+    assert (said["type"], "publish it" in said["message"]) == ("Progressing", True)
     fleet.publish(1)
     assert fleet.ended(name)["status"]["phase"] == "Succeeded"
 

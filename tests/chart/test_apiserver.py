@@ -47,7 +47,7 @@ def test_every_object_is_accepted(monitored: LocalCluster, tmp_path: Path, varia
 def test_monitoring_objects_are_validated_by_published_schemas(monitored: LocalCluster, tmp_path: Path) -> None:
     objects = chart(tmp_path, ON)
     for kind, plural in (("ServiceMonitor", KINDS[0]), ("PodMonitor", KINDS[1]), ("PrometheusRule", KINDS[2])):
-        (found,) = of_kind(objects, kind)
+        found = of_kind(objects, kind)[0]
         found["spec"]["selctor"] = {}
         with pytest.raises(ClusterError, match=r"selctor"):
             monitored.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", input=yaml.safe_dump(found))

@@ -68,20 +68,16 @@ def test_a_pod_that_vanishes_while_it_loads_costs_only_itself(fleet: Fleet, clus
 def test_a_gate_that_falls_silent_while_it_loads_leaves_time_to_prove_the_others(
     fleet: Fleet, cluster: LocalCluster
 ) -> None:
-    pods = serialized_fleet(fleet, 2, sync=paused_seconds(8))
+    pods = serialized_fleet(fleet, 2, sync=paused_seconds(12))
     old = {p["metadata"]["uid"] for p in pods}
     fleet.fault(pods[0], DISK, action="hang", times=1)
+    # The gate of the pod that comes in its place takes its time to start.
+    cluster.hollow.stall(fleet.namespace, "e-0-", "gate")
     name = started(fleet, 1, "Transferring")
     cluster.hollow.freeze(fleet.namespace, pods[0]["metadata"]["name"], "gate")
 
     def successor() -> dict[str, Any] | None:
-        """The new pod, its gate stopped as soon as it runs: one that takes its time to start."""
-        for pod in fleet.engines():
-            if pod["metadata"]["uid"] not in old:
-                with suppress(HollowError):
-                    cluster.hollow.freeze(fleet.namespace, pod["metadata"]["name"], "gate")
-                    return pod
-        return None
+        return next((p for p in fleet.engines() if p["metadata"]["uid"] not in old), None)
 
     fresh = wait_until(successor, "the silent one to be replaced", every=0.02)
     for attempt in (8, 9):
@@ -90,6 +86,14 @@ def test_a_gate_that_falls_silent_while_it_loads_leaves_time_to_prove_the_others
         wait_until(lambda called_off=called_off: fleet.phase(called_off) == "Cancelled", "a turn of the round")
     assert fleet.phase(name) == "Holding"
     assert "deletionTimestamp" not in fleet.pod(fresh["metadata"]["name"])["metadata"]
+
+    def stalled() -> bool:
+        with suppress(HollowError, OSError):
+            pid = cluster.hollow.pid(fleet.namespace, fresh["metadata"]["name"], "gate")
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    wait_until(stalled, "its gate to stand still")
     cluster.hollow.thaw(fleet.namespace, fresh["metadata"]["name"], "gate")
     done = fleet.ended(name)
     # The other one had its weights, and nobody threw them away.
@@ -135,23 +139,25 @@ def test_two_operators_at_once_harm_nobody(
     fleet: Fleet, operator: Operator, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     # Long enough for an operator to start on a busy machine while the engines load.
-    deadlines = {"pendingSeconds": 20, "stagingSeconds": 20, "pausedSeconds": 60}
+    deadlines = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 150}
     pods = serialized_fleet(fleet, 2, sync={"deadlines": deadlines})
     for pod in pods:
-        fleet.fault(pod, DISK, action="delay", seconds=15, times=1, when="before")
+        fleet.fault(pod, DISK, action="hold", times=1)
     name = started(fleet, 1, "Transferring")
     before = fleet.status("rlpipeline", "p")["fence"]
     second = Operator(cluster, tmp_path / "second")
     second.start()
     try:
+        wait_until(lambda: fleet.status("rlpipeline", "p")["fence"] > before, "the second one to claim the round")
+        for pod in pods:
+            fleet.heal(pod)
         done = fleet.ended(name)
-        assert fleet.status("rlpipeline", "p")["fence"] > before, "the second one never claimed the round"
         committed = fleet.status("rlpipeline", "p")["committed"]
         assert (done["status"]["phase"] == "Succeeded") == (committed["version"] == 1)
         assert [fleet.label(p) for p in pods] == [str(committed["version"])] * 2
         assert {fleet.checksum(p) for p in pods} == {d["digest"] for d in committed["engineDigests"]}
         assert not any(fleet.paused(p) for p in pods)
-        assert "fence lost" in operator.log.read_text() + second.log.read_text()
+        wait_until(lambda: "fence lost" in operator.log.read_text() + second.log.read_text(), "one of them to stop")
         assert fleet.sync(2)["status"]["phase"] == "Succeeded"
     finally:
         second.stop()

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_delay_and_hang(start_engine: Any) -> None:
         engine.post("/end_weight_update", timeout=0.5)
     set_faults(engine, {})
     assert engine.post("/end_weight_update").status_code == 200
+
+
+def test_a_held_call_acts_when_the_rules_are_replaced(start_engine: Any) -> None:
+    engine = start_engine("numpy")
+    set_faults(engine, {"update_weight_version": {"action": "hold", "times": 1}})
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(engine.post, "/update_weight_version", {"new_version": "1"}, timeout=60)
+        while not engine.http.get("/_sim/faults").json()["update_weight_version"]["struck"]:
+            assert not held.done()
+        assert engine.http.get("/model_info").json()["weight_version"] == "default"
+        set_faults(engine, {})
+        assert held.result(60).status_code == 200
+    assert engine.http.get("/model_info").json()["weight_version"] == "1"
 
 
 def test_the_fault_file_is_read_at_every_call(start_engine: Any, tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ class HollowControl:
         """SIGSTOP to the container and its children: it keeps its connections and answers nothing."""
         self._call("freeze", namespace, pod, container)
 
+    def stall(self, namespace: str, beginning: str, container: str) -> None:
+        """The next container of this name that starts in a pod whose name begins so is frozen from its first moment."""
+        self._call("stall", namespace, beginning, container)
+
     def thaw(self, namespace: str, pod: str, container: str) -> None:
         """SIGCONT to a frozen container."""
         self._call("thaw", namespace, pod, container)

@@ -1,7 +1,7 @@
 """The hollow kubelet: hands pods that are bound to its nodes to one worker each, and obeys commands.
 
-One list + watch serves all nodes. A worker is known by the pod's uid, never by its name. Commands (crash, freeze, thaw)
-come over a unix socket and act on the container's process group.
+One list + watch serves all nodes. A worker is known by the pod's uid, never by its name. Commands (crash, freeze, thaw,
+stall) come over a unix socket and act on the container's process group.
 """
 
 from __future__ import annotations
@@ -144,6 +144,9 @@ class HollowKubelet:
         command, namespace, name = request["command"], request["namespace"], request["pod"]
         if command == "log":
             return {"path": str(self._log(namespace, name, request["container"]))}
+        if command == "stall":
+            self._host.stalls.append((namespace, name, request["container"]))
+            return {}
         container = self._find(namespace, name, request["container"])
         process = container.process
         if process is None or process.exit_code is not None:

@@ -1,10 +1,11 @@
 """Scripted misbehaviour, per call: ``{"<path without slash>": {"action": ..., "seconds": ..., "times": ...}}``.
 
-Actions: ``delay`` (wait, then act), ``http500`` and ``http400`` (answer so), ``hang`` (never answer), ``die`` (exit at
-once), ``lie`` (do nothing and answer success), ``subset`` (load the first half of the tensors and answer success),
-``partial`` (the same, and answer 400), ``keep`` (a release of memory that answers success and frees nothing), ``late``
-(one whose memory is free only ``seconds`` after its answer), ``zombie`` (the core is dead: this and every later call
-gets no answer, the port is closed, and yet the process stays).
+Actions: ``delay`` (wait, then act), ``hold`` (act when the rules are replaced), ``http500`` and ``http400`` (answer
+so), ``hang`` (never answer), ``die`` (exit at once), ``lie`` (do nothing and answer success), ``subset`` (load the
+first half of the tensors and answer success), ``partial`` (the same, and answer 400), ``keep`` (a release of memory
+that answers success and frees nothing), ``late`` (one whose memory is free only ``seconds`` after its answer),
+``zombie`` (the core is dead: this and every later call gets no answer, the port is closed, and yet the process
+stays).
 ``when`` is ``before`` (default) or ``after`` the real work: a 500 after the work is a failure that was none. It means
 nothing from ``lie`` on.
 ``times`` limits how often it strikes (default: always). The file is read again at every call, so a test can change
@@ -13,13 +14,14 @@ its mind; a changed rule starts to count anew.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ACTIONS = ("delay", "http500", "http400", "hang", "die", "lie", "subset", "partial", "keep", "late", "zombie")
+ACTIONS = ("delay", "hold", "http500", "http400", "hang", "die", "lie", "subset", "partial", "keep", "late", "zombie")
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,18 @@ class Faults:
         self._file = file
         self._set: dict[str, Fault] = {}
         self._used: dict[tuple[str, Fault], int] = {}
+        self._replaced = asyncio.Event()
 
     def replace(self, rules: Mapping[str, Fault]) -> None:
         """Replace the rules set over HTTP, and start counting anew."""
         self._set = dict(rules)
         self._used.clear()
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+
+    async def until_replaced(self) -> None:
+        """Return when the rules of now are replaced."""
+        await self._replaced.wait()
 
     def rules(self) -> dict[str, Fault]:
         """All rules in force. ValueError when the file is malformed."""

@@ -155,6 +155,9 @@ class Front(ABC):
         if fault.action == "delay":
             await asyncio.sleep(fault.seconds)
             return None
+        if fault.action == "hold":
+            await self._faults.until_replaced()
+            return None
         if fault.action == "lie":
             return web.json_response(_LIE)
         if fault.action == "http400":
