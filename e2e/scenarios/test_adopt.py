@@ -85,7 +85,7 @@ def incarnation(fleet: Fleet, pod: str) -> str:
 
 
 def test_the_guide_adopts_a_statefulset_and_lets_it_go(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.pipeline(sync=SYNC)
+    fleet.pipeline(sync={**SYNC, "onFailure": "Replace"})
     keys(fleet)
     come, go = guide(fleet, tmp_path)
     shell(fleet, tmp_path, come)
@@ -113,6 +113,16 @@ def test_the_guide_adopts_a_statefulset_and_lets_it_go(fleet: Fleet, tmp_path: P
     rounds = fleet.cluster.get("syncrounds", "-n", fleet.namespace)["items"]
     assert [r["spec"]["engines"] for r in rounds if r["spec"].get("kind") == "CatchUp"] == [[names[0]]]
     assert pods_of(fleet)[0]["metadata"]["uid"] == pods[0]["metadata"]["uid"], "nobody replaced the pod"
+
+    # One that can not be healed is closed and named: its pod is not the operator's to replace.
+    fleet.fault(pods[1], "update_weights_from_disk", action="http500")
+    assert fleet.sync(2)["status"]["phase"] == "Succeeded"
+    wait_until(lambda: message(fleet.get("enginepool", "adopted"), "Degraded")[0] == "NotReplaced", "it to be named")
+    assert message(fleet.get("enginepool", "adopted"), "Degraded")[1].startswith(f"{names[1]}: spec.sync.onFailure is")
+    assert (fleet.label(pods[0]), fleet.paused(pods[1])) == ("2", True)
+    fleet.heal(pods[1])
+    assert fleet.sync(3)["status"]["phase"] == "Succeeded"
+    wait_until(lambda: set(states(fleet).values()) == {"Active"}, "both to be active again")
 
     assert "demo-engines-0" in shell(fleet, tmp_path, go)
     kept = pods_of(fleet)

@@ -185,3 +185,44 @@ def test_a_rolling_update_waits_for_the_round_and_takes_one_engine_at_a_time(fle
     first, second = sorted(fleet.engines(), key=lambda p: str(p["metadata"]["creationTimestamp"]))
     assert ready_since(first) <= second["metadata"]["creationTimestamp"], "one at a time"
     wait_until(lambda: message(fleet.get("epool", "e"), "TemplateOutdated")[0] == "TemplateCurrent", "the end of it")
+
+
+def refused(fleet: Fleet) -> bool:
+    """The apiserver takes no PodDisruptionBudget in the fleet's namespace."""
+    try:
+        fleet.cluster.kubectl("create", "pdb", "probe", "--selector=a=b", "--min-available=1", "-n", fleet.namespace)
+    except ClusterError as e:
+        return "quota" in str(e)
+    fleet.cluster.kubectl("delete", "pdb", "probe", "-n", fleet.namespace)
+    return False
+
+
+def test_a_budget_that_can_not_be_made_is_named_and_made_when_it_can(fleet: Fleet) -> None:
+    """Its name is somebody's own, then the apiserver refuses it; engines are not held up by either."""
+
+    def degraded(reason: str) -> bool:
+        return message(fleet.get("epool", "e"), "Degraded")[0] == reason
+
+    fleet.cluster.apply(
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": "e", "namespace": fleet.namespace},
+            "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "mine"}}},
+        }
+    )
+    fleet.pipeline(sync=STRICT)
+    fleet.pool(1)
+    wait_until(lambda: degraded("BudgetNameTaken"), "the pool to say whose name it is")
+    assert "PodDisruptionBudget e is not this pool's" in message(fleet.get("epool", "e"), "Degraded")[1]
+    assert fleet.get("pdb", "e")["spec"]["minAvailable"] == 1, "somebody's own was changed"
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "no", "namespace": fleet.namespace}}
+    fleet.cluster.apply({**quota, "spec": {"hard": {"count/poddisruptionbudgets.policy": "0"}}})
+    wait_until(lambda: refused(fleet), "the quota to be heeded")
+    fleet.cluster.kubectl("delete", "pdb", "e", "-n", fleet.namespace)
+    wait_until(lambda: degraded("BudgetFailed"), "the pool to say what the apiserver refuses")
+    fleet.ready_engines(1)
+    fleet.cluster.kubectl("delete", "resourcequota", "no", "-n", fleet.namespace)
+    wait_until(lambda: degraded("AsExpected"), "the trouble to be over")
+    owner = fleet.get("pdb", "e")["metadata"]["ownerReferences"][0]
+    assert owner["uid"] == fleet.get("epool", "e")["metadata"]["uid"]

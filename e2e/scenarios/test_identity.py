@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.kit import ROOT, Fleet, Operator, condition, wait_until
 from e2e.scenarios.test_deletion import DISK, SYNC, at_once, closed, delete, left, message, reason, round_in
 from e2e.scenarios.test_rounds import serialized_fleet
 
@@ -279,8 +279,11 @@ def test_a_poisoned_fence_stops_everything_and_the_remedy_in_the_condition_works
     assert fleet.label(pods[0]) == "-1"
     assert not fleet.paused(pods[0])
     assert fleet.status("rlpipeline", "p")["fence"] == bad
-    # What the condition says is what a person types.
+    # What the condition says is what a person types, and what docs/concepts.md says.
     command = said[said.index("kubectl patch") :].replace("'", "").split()[1:]
+    page = (ROOT / "docs/concepts.md").read_text()
+    written = page[page.index("kubectl patch rlpipeline NAME") :].splitlines()[0].replace("'", "").split()[1:]
+    assert [{"NAME": "p", "NAMESPACE": fleet.namespace}.get(word, word) for word in written] == command
     cluster.kubectl(*command)
     done = fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]

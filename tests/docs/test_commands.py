@@ -10,28 +10,52 @@ import ast
 import inspect
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from e2e.cluster.local import ClusterError, LocalCluster
+from e2e.node.images import name_of
 from rlfleet.client import Client
 from rlfleet.sender import WeightSender
+from tests.chart.kit import chart, of_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"", "bash", "python"}
 #: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
 _README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
-#: Pages whose bash blocks are executed: here, and below e2e/scenarios (security.md: test_key_rotation.py, adopt.md:
-#: test_adopt.py).
-_EXECUTED = ("README.md", "quickstart.md", "install.md", "adopt.md", "security.md")
+#: Pages whose bash blocks are executed as they stand, and by what.
+_EXECUTED = {
+    "README.md": "tests/docs/test_commands.py",
+    "quickstart.md": "tests/docs/test_commands.py",
+    "install.md": "tests/chart/test_install.py",
+    "adopt.md": "e2e/scenarios/test_adopt.py",
+    "security.md": "e2e/scenarios/test_key_rotation.py",
+    "concepts.md": "e2e/scenarios/test_identity.py",
+}
+#: Blocks that need more than a test's cluster has, by how they begin: what does the same, with words that stand there.
+#: Of these the test below checks what it can without: programs, files, flags and values.
+_SHOWN = {
+    "make image": ("e2e/node/conftest.py", "RealNode("),
+    "helm install rlfleet charts/rlfleet": (
+        "e2e/node/test_node.py",
+        "test_the_quickstart_under_restricted_pod_security",
+    ),
+    "kind create cluster": ("docs/guides/real-node.md", "were not run where this project is tested"),
+    "kubectl port-forward": ("tests/cli/test_reach.py", '"port-forward", "-n", "ops"'),
+    "kubectl create token": ("e2e/scenarios/test_command_line.py", '"create", "token", name, "-n"'),
+}
+#: What a command begins with.
+_COMMAND = re.compile(r"^(?:\$ )?(?:make|kubectl|helm|kind|docker|curl|pip|uv|rlfleet|export|python3?) ", re.MULTILINE)
 _KEPT = {".git", ".venv", ".cluster", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}
 
 
@@ -48,11 +72,53 @@ def test_no_command_hides_from_these_tests() -> None:
     for page in pages():
         languages = {language for language, _ in _BLOCK.findall(page.read_text())}
         assert languages <= _LANGUAGES, f"{page}: commands stand in bash blocks, which are executed"
+        # The reference of the command line shows how commands are written, not what to type.
+        if page.name != "cli.md":
+            assert not [b for b in blocks(page, "") if _COMMAND.search(b)], f"{page}: a command in an unlabelled block"
         if page.parent.name == "runbooks":
             continue  # e2e/scenarios/test_observability.py executes them
         if page.name not in _EXECUTED or page.parent.name == "decisions":
-            assert not blocks(page, "bash"), f"{page}: nothing executes its commands"
+            alone = [b for b in blocks(page, "bash") if not any(b.startswith(start) for start in _SHOWN)]
+            assert not alone, f"{page}: nothing executes its commands"
     assert blocks(ROOT / "README.md", "bash") == _README
+
+
+def test_whoever_is_said_to_run_a_command_does() -> None:
+    for name, place in _EXECUTED.items():
+        assert (ROOT / place).exists()
+        assert name in (ROOT / place).read_text(), f"{place} does not read {name}"
+    for start, (place, word) in _SHOWN.items():
+        assert word in (ROOT / place).read_text(), f"{place} does not do what {start!r} does any more"
+        assert any(b.startswith(start) for page in pages() for b in blocks(page, "bash")), f"{start!r} stands nowhere"
+
+
+def test_commands_for_a_real_node_name_what_exists(tmp_path: Path) -> None:
+    page = ROOT / "docs/guides/real-node.md"
+    makefile = (ROOT / "Makefile").read_text()
+    words = [
+        w
+        for b in blocks(page, "bash")
+        for line in b.replace("\\\n", " ").splitlines()
+        for w in [shlex.split(line, True)]
+    ]
+    for command in words:
+        if command and command[0] == "make":
+            assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
+        for flag, value in pairwise(command):
+            if flag in ("-f", "--config"):
+                assert (ROOT / value).is_file(), value
+    (install,) = [c for c in words if c[:2] == ["helm", "install"]]
+    given = [value for flag, value in pairwise(install) if flag == "--set"]
+    assert len(given) == 3
+    nested: dict[str, Any] = {}
+    for one in given:
+        path, _, value = one.partition("=")
+        section, key = path.split(".")
+        nested.setdefault(section, {})[key] = value
+    (deployment,) = of_kind(chart(tmp_path, nested), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    # What `make node` has in its store.
+    assert (container["image"], container["imagePullPolicy"]) == (name_of("operator"), "Never")
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -332,10 +332,20 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     if o.pipeline_deleting:
         problems.insert(0, Problem(Reason.PIPELINE_DELETING, _DELETING))
     spent = [r for r in rows if r.derived.reason is Reason.CATCH_UP_EXHAUSTED]
+    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED and r not in spent]
+    # What a person has to do comes first; a pod in quarantine by a person waits for that person.
+    asked = Reason.QUARANTINE_REQUESTED
+    helpless = [r for r in quarantined + spent if r.derived.reason is not asked] if o.adopted and o.replaces else []
+    if helpless:
+        names = ", ".join(r.pod.name for r in helpless[:4])
+        text = (
+            f"{names}: spec.sync.onFailure is Replace, but nobody but its maker replaces an adopted pod: delete it, or "
+            "sync"
+        )
+        problems.append(Problem(Reason.NOT_REPLACED, text))
     if spent:
         text = f"{len(spent)} engines, among them {spent[0].pod.name}: {spent[0].derived.message}"
         problems.append(Problem(Reason.CATCH_UP_EXHAUSTED, text))
-    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED and r not in spent]
     if quarantined:
         first = quarantined[0]
         name = first.pod.name if o.adopted else naming.engine_name(o.pool, first.pod.index)
@@ -356,14 +366,6 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
         assert first.derived.reason is not None
         text = f"{len(sleepless)} engines, among them {first.pod.name}: {first.derived.message}"
         problems.append(Problem(first.derived.reason, text))
-    helpless = [r for r in quarantined + spent if o.replaces] if o.adopted else []
-    if helpless:
-        names = ", ".join(r.pod.name for r in helpless[:4])
-        text = (
-            f"{names}: spec.sync.onFailure is Replace, but nobody but its maker replaces an adopted pod: delete it, or "
-            "sync"
-        )
-        problems.append(Problem(Reason.NOT_REPLACED, text))
     failed = [r for r in rows if r.derived.state is EngineState.FAILED]
     if failed:
         problems.append(
