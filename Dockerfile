@@ -1,5 +1,5 @@
 # The images of this repository. Targets:
-#   operator   operator and gate (one program): no torch, no compiler, no pip
+#   operator   operator and gate (one program), with the extra otel: no torch, no compiler, no pip
 #   engine     the reference engine with the numpy build of its model, for tests and the quickstart
 #   trainer    weight sender, SDK and the trainers of the tests, with torch
 # All run as user 65532 with a read-only root file system; /tmp and what the pod mounts are all that they write.
@@ -12,7 +12,7 @@ FROM ${BASE} AS locks
 WORKDIR /src
 COPY images/subset.py requirements.lock pyproject.toml ./
 RUN python3 subset.py --no-project hatchling > tools.lock \
- && python3 subset.py > operator.lock \
+ && python3 subset.py --extra otel > operator.lock \
  && python3 subset.py --no-project numpy > engine.lock \
  && python3 subset.py --extra torch safetensors > trainer.lock \
  && touch --date=@0 *.lock

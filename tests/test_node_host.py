@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,16 @@ def test_the_guide_names_every_package_that_may_be_missing() -> None:
 def test_a_process_that_is_gone_has_no_name() -> None:
     assert host.comm(str(os.getpid())) != ""
     assert host.comm("0") == ""  # no process has this pid
+
+
+def test_a_socket_is_somebodys_while_somebody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed kubelet left behind goes, also while another kubelet runs elsewhere on the machine."""
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    path = Path("kubelet.sock")
+    assert not host.listens(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert host.listens(path)
+    assert path.exists()
+    assert not host.listens(path)

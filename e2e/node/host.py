@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -266,15 +267,25 @@ def _mounts() -> list[Path]:
     return [Path(line.split()[4].encode().decode("unicode_escape")) for line in lines]
 
 
+def listens(path: Path) -> bool:
+    """A process accepts connections at this unix socket; False for what a process left behind, and for nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        return True
+
+
 def remove_strays(state: Path, network: str) -> None:
     """Removes what shims, kubelet and CNI plugins put at fixed places: sockets, links, caches, empty folders."""
     for task in state.glob("containerd/state/io.containerd.runtime.v2.task/*/*"):
         try:
-            socket = (task / "address").read_text().strip().removeprefix("unix://")
+            address = (task / "address").read_text().strip().removeprefix("unix://")
         except FileNotFoundError:
             continue
-        if socket.startswith("/run/containerd/s/"):
-            Path(socket).unlink(missing_ok=True)
+        if address.startswith("/run/containerd/s/"):
+            Path(address).unlink(missing_ok=True)
     for cached in _CNI_CACHE.glob(f"{network}-*"):
         # The same pod's loopback is in a network that bears no name of ours.
         pod = cached.name.removeprefix(f"{network}-").partition("-")[0]
@@ -283,7 +294,8 @@ def remove_strays(state: Path, network: str) -> None:
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and os.readlink(link).startswith(f"{state}/"):
             link.unlink()
-    if not any(comm(pid) == "kubelet" for pid in os.listdir("/proc") if pid.isdigit()):
+    # Another kubelet of this machine listens there: then they are its own.
+    if not listens(_DEVICE_PLUGINS / "kubelet.sock"):
         for name in ("kubelet_internal_checkpoint", "kubelet.sock"):
             (_DEVICE_PLUGINS / name).unlink(missing_ok=True)
     for path in (_DEVICE_PLUGINS, *_DEVICE_PLUGINS.parents[:1], Path("/var/log/containers")):

@@ -1,8 +1,6 @@
 """Alerts are provoked: a fault of a real fleet, seen by a real Prometheus that scrapes the real operator and gates.
 
-The rules are the chart's without their patience (e2e.observability.rules): what they ask for is what is shipped. Three
-are proven by promtool alone (tests/chart/test_alerts.py): RlfleetVersionsDiffer, which the round protocol excludes and
-repair ends at once, RlfleetRepairRuleFailing and RlfleetResidualMemoryHigh.
+The rules are the chart's without their patience (e2e.observability.rules): what they ask for is what is shipped.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from e2e.observability.prometheus import Prometheus
 from e2e.observability.require import require_prometheus
 from e2e.observability.rules import eager
 from e2e.scenarios.kit import Fleet, Operator, engine_url, http, wait_until
+from e2e.scenarios.test_elastic import set_active, settled
+from e2e.scenarios.test_elastic_trouble import DEVICES, neighbour, pinned_fleet
 from e2e.scenarios.test_rounds import serialized_fleet
 from tests.fault.proxy import Fault, FaultProxy, Rule
 
@@ -219,6 +219,58 @@ def test_an_apiserver_that_fails(
                 quiet(prometheus, alert)
         finally:
             mine.stop()
+
+
+def test_engines_that_somebody_drives_past_their_gates(
+    operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The round protocol excludes it and repair ends it at once, so repair is kept from its claim here."""
+    operator.stop()
+    with FaultProxy(cluster.operator_kubeconfig, tmp_path) as proxy:
+        mine = Operator(cluster, tmp_path / "mine", RLFLEET_KUBECONFIG=str(proxy.kubeconfig))
+        mine.start()
+        try:
+            pods = serialized_fleet(fleet, 2, sync=LONG)
+            with watched(tmp_path, mine) as prometheus:
+                quiet(prometheus, "RlfleetVersionsDiffer")
+                proxy.rules = [Rule(lambda c: c.plural == "rlpipelines" and c.method != "GET", Fault.ERROR, times=0)]
+                body = {"new_version": "7", "abort_all_requests": False}
+                assert http("POST", engine_url(pods[0]) + "/update_weight_version", body)[0] == 200
+                fires(prometheus, "RlfleetVersionsDiffer", **pools(fleet))
+                proxy.rules = []
+                quiet(prometheus, "RlfleetVersionsDiffer")
+        finally:
+            mine.stop()
+
+
+def test_a_repair_rule_that_fails(operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path) -> None:
+    operator.stop()
+    with FaultProxy(cluster.operator_kubeconfig, tmp_path) as proxy:
+        mine = Operator(cluster, tmp_path / "mine", RLFLEET_KUBECONFIG=str(proxy.kubeconfig))
+        mine.start()
+        try:
+            serialized_fleet(fleet, 1, sync=LONG, historyLimit=1)
+            proxy.rules = [Rule(lambda c: c.plural == "syncrounds" and c.method == "DELETE", Fault.ERROR, times=0)]
+            with watched(tmp_path, mine) as prometheus:
+                for version in (1, 2, 3):
+                    assert fleet.sync(version)["status"]["phase"] == "Succeeded"
+                fires(prometheus, "RlfleetRepairRuleFailing", rule="History")
+                proxy.rules = []
+                quiet(prometheus, "RlfleetRepairRuleFailing")
+        finally:
+            mine.stop()
+
+
+def test_a_neighbour_on_the_device_of_a_sleeping_engine(
+    operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    pinned_fleet(fleet)
+    set_active(fleet, 1)
+    settled(fleet, {0: "Active", 1: "Offloaded"})
+    with watched(tmp_path, operator) as prometheus:
+        with neighbour(cluster, DEVICES[1], 40):
+            fires(prometheus, "RlfleetResidualMemoryHigh", **pools(fleet))
+        quiet(prometheus, "RlfleetResidualMemoryHigh")
 
 
 def test_an_operator_that_waits_for_its_own_rate_limit(

@@ -160,12 +160,26 @@ def test_runbooks_say_what_it_means_what_it_does_how_to_look_and_what_to_do(name
     assert "```bash\nkubectl " in text
 
 
-@pytest.mark.parametrize("rule", RULES, ids=NAMES)
-def test_the_guide_lists_every_alert(rule: dict[str, Any]) -> None:
-    guide = (ROOT / "docs/guides/observability.md").read_text()
-    (line,) = [x for x in guide.splitlines() if x.startswith(f"| [{rule['alert']}](../runbooks/{rule['alert']}.md)")]
-    assert f"({rule['labels']['severity']})" in line
-    assert line.endswith(f", for {rule['for']} |" if "for" in rule else " |")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "docs/runbooks/{}.md"),
+        (
+            {"runbookBaseUrl": "https://git.example.org/x/docs/runbooks/"},
+            "https://git.example.org/x/docs/runbooks/{}.md",
+        ),
+        (
+            {"runbookBaseUrl": "https://docs.example.org/runbooks", "runbookSuffix": "/"},
+            "https://docs.example.org/runbooks/{}/",
+        ),
+    ],
+)
+def test_the_chart_says_where_runbooks_lie(tmp_path: Path, given: dict[str, str], expected: str) -> None:
+    made = one(chart(tmp_path, {"alerts": {"enabled": True, **given}}), "PrometheusRule")
+    found = {r["alert"]: r["annotations"]["runbook_url"] for g in made["spec"]["groups"] for r in g["rules"]}
+    assert found == {name: expected.format(name) for name in NAMES}
+    stripped = [r | {"annotations": {}} for g in made["spec"]["groups"] for r in g["rules"]]
+    assert stripped == [r | {"annotations": {}} for r in RULES], "nothing else is changed"
 
 
 def test_runbooks_call_lease_and_account_of_the_operator_as_the_chart_does(tmp_path: Path) -> None:
