@@ -126,7 +126,7 @@ class WebServer:
         viewer, namespace = self._viewer(request), _name(request, "namespace")
         try:
             # What somebody else's look showed is theirs only if they could have looked themselves.
-            await viewer.may_list([plural for plural, _ in _SHOWN], namespace)
+            await viewer.may_read([plural for plural, _ in _SHOWN], namespace)
         except Denied as e:
             if e.status == 403 and namespace is None:
                 raise Denied(403, f"{e}. Name a namespace that this token may read") from e

@@ -77,7 +77,7 @@ class Viewer:
             raise Denied(502, "the apiserver answered something else than an object")
         return found
 
-    async def may_list(self, plurals: Iterable[str], namespace: str | None) -> None:
+    async def may_read(self, plurals: Iterable[str], namespace: str | None) -> None:
         """Denied unless the viewer may list all of these kinds of ours, in one namespace or (None) in all."""
         await asyncio.gather(*(self.get(_path(plural, namespace), {"limit": "1"}) for plural in plurals))
 
