@@ -225,4 +225,6 @@ def test_the_docs_name_only_metrics_that_exist() -> None:
     root = PACKAGE.parents[1]
     for page in [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]:
         for name in re.findall(r"\brlfleet_[a-z_]+\b", page.read_text()):
+            if (PACKAGE.parent / name).is_dir():
+                continue  # a package beside ours
             assert metrics.find(name) is not None, f"{page.relative_to(root)} names {name}"

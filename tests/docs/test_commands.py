@@ -52,6 +52,7 @@ _SHOWN = {
     ),
     "kind create cluster": ("docs/guides/real-node.md", "were not run where this project is tested"),
     "kubectl port-forward": ("tests/cli/test_reach.py", '"port-forward", "-n", "ops"'),
+    "curl http://rlfleet-discovery": ("e2e/scenarios/test_discovery.py", "/v1/rl/workers"),
     "kubectl create token": ("e2e/scenarios/test_command_line.py", '"create", "token", name, "-n"'),
 }
 #: What a command begins with.
