@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,13 +21,20 @@ from typing import NoReturn
 from e2e.cluster.hollow.control import HollowError
 from e2e.cluster.programs import BuildError
 from e2e.demo import colocated, run
+from e2e.demo.real import PATIENCE, Real
 from e2e.demo.stage import ClusterError, DemoError, Stage
+from e2e.engines.environments import ENVIRONMENTS, InstallError, install
+from e2e.engines.making import shared_memory
+from e2e.engines.namespace import NoNamespace, environment, inside, wrapped
 
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
 MINIMUM_VERSIONS = 4
 VERSIONS = 30
 COLOCATED_VERSIONS = 15
+REAL_VERSIONS = 12
+#: Engine types by what ENGINE calls them.
+REAL = {"sglang": "SGLang", "vllm": "VLLM"}
 
 
 class Interrupted(BaseException):
@@ -75,31 +83,69 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="disjoint: two of four engines on devices of their own; colocated: trainer and engines take turns on the "
         "same ones (SCENARIO; disjoint)",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("reference", *REAL),
+        default=(os.environ.get("ENGINE") or "reference").lower(),
+        help="what runs in the engines' pods: the reference engine, or a real one on this CPU, in a network namespace "
+        "(ENGINE; reference)",
+    )
     parser.add_argument("--state", type=Path, help="an empty folder for everything (default: a temporary one)")
     parser.add_argument(
         "--keep", action="store_true", default=os.environ.get("KEEP") == "1", help="leave it running (or KEEP=1)"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.engine in REAL and (options.keep or options.scenario != "disjoint"):
+        parser.error(
+            f"--engine {options.engine}: neither --keep nor another scenario; nobody could look into its network"
+        )
+    return options
+
+
+def _enter(engine: str, arguments: list[str]) -> NoReturn:
+    """Install the engine while there is a network, then start anew where there is none. Does not return."""
+    say = _clock()
+    install(REAL[engine], say)
+    command = wrapped([sys.executable, "-m", "e2e.demo", *arguments])
+    os.execvpe(command[0], command, environment())
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo and cleans up."""
     options = _arguments(arguments)
+    if options.engine in REAL and not inside():
+        try:
+            _enter(options.engine, sys.argv[1:] if arguments is None else arguments)
+        except (InstallError, NoNamespace) as error:
+            print(f"demo failed: {error}", file=sys.stderr)
+            return EXIT_BROKEN
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, _interrupt)
     say = _clock()
     state = options.state or Path(tempfile.mkdtemp(prefix="rlfleet-demo-"))
-    stage = Stage(state, say, guarded=not options.keep)
+    real = Real(REAL[options.engine], state.with_name(state.name + "-models")) if options.engine in REAL else None
+    stage = Stage(
+        state,
+        say,
+        guarded=not options.keep,
+        recast=real.recast if real else None,
+        patience=PATIENCE if real else 1.0,
+    )
     keep = False
     try:
         code = EXIT_BROKEN
         try:
             if options.scenario == "colocated":
                 holds = colocated.play(stage, options.versions or COLOCATED_VERSIONS, say)
+            elif real:
+                with shared_memory():
+                    say("making a checkpoint for the engines to start with")
+                    real.prepare(ENVIRONMENTS[real.engine].python)
+                    holds = run.play(stage, options.versions or REAL_VERSIONS, options.unsynced_versions, say, real)
             else:
                 holds = run.play(stage, options.versions or VERSIONS, options.unsynced_versions, say)
             code = 0 if holds else EXIT_BROKEN
-        except (DemoError, ClusterError, BuildError, HollowError) as error:
+        except (DemoError, ClusterError, BuildError, HollowError, RuntimeError) as error:
             print(f"\ndemo failed: {error}", file=sys.stderr)
             for title, lines in getattr(error, "logs", []):
                 print(f"--- {title}", *lines, sep="\n    ", file=sys.stderr)
@@ -117,6 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
                 signal.signal(name, signal.SIG_IGN)
             say("cleaning up")
             stage.down()
+            if real:
+                shutil.rmtree(real.models, ignore_errors=True)
             if options.state is None and state.exists():
                 state.rmdir()
             say("no process and no file of the demo is left")

@@ -62,11 +62,20 @@ def never_committed(books: Mapping[str, Any], committed: set[int]) -> dict[str, 
     return {label: count for label, count in books.get("versions", {}).items() if label not in labels}
 
 
-def checks(synced: Leg, unsynced: Leg, versions: int, rounds: Sequence[Mapping[str, Any]], proof: Proof) -> list[Check]:
-    """All promises of the demo."""
+def checks(
+    synced: Leg,
+    unsynced: Leg,
+    versions: int,
+    rounds: Sequence[Mapping[str, Any]],
+    proof: Proof,
+    *,
+    mix: tuple[int, int] = (2, 2),
+    compared: str = "checksum",
+) -> list[Check]:
+    """All promises of the demo. ``mix``: serialized and broadcast engines; ``compared``: what the proof compares."""
     committed = committed_versions(rounds)
     expected = set(range(-1, versions))
-    mixed = [r for r in rounds if _transports(r) == (2, 2)]
+    mixed = [r for r in rounds if _transports(r) == mix]
     books = synced.books
     strangers = never_committed(books, committed)
     difference = synced.logprob_difference
@@ -78,7 +87,7 @@ def checks(synced: Leg, unsynced: Leg, versions: int, rounds: Sequence[Mapping[s
             f"{len(committed)} of {len(expected)}",
         ),
         Check(
-            "every round used both transports: 2 serialized, 2 broadcast",
+            f"every round used both transports: {mix[0]} serialized, {mix[1]} broadcast",
             len(mixed) == len(rounds),
             f"{len(mixed)} of {len(rounds)}",
         ),
@@ -110,7 +119,7 @@ def checks(synced: Leg, unsynced: Leg, versions: int, rounds: Sequence[Mapping[s
             f"{sum(strangers.values())} {strangers or ''}".rstrip(),
         ),
         Check(
-            "weights proven: each engine's checksum equals that of an engine that loaded the final weights from disk",
+            f"weights proven: each engine's {compared} equals an engine's that loaded the final weights from disk",
             proof.holds,
             f"{sum(v == proof.from_disk for v in proof.engines.values())} of {len(proof.engines)} "
             f"({(proof.from_disk or 'none')[:12]})",

@@ -7,6 +7,7 @@ import sys
 
 from e2e.cluster.local import ROOT
 from e2e.demo import leg, proof, report
+from e2e.demo.real import Real
 from e2e.demo.stage import MANIFESTS, NAMESPACE, Say, Stage
 
 RBAC = ROOT / "docs/examples/trainer-rbac.yaml"
@@ -21,34 +22,42 @@ rlfleet demo: a trainer learns, and after every step its new weights travel into
 """
 
 
-def play(stage: Stage, versions: int, unsynced_versions: int, say: Say) -> bool:
-    """Runs everything and prints the tables; returns whether all promises hold. Raises DemoError, ClusterError."""
-    print(_BANNER, flush=True)
+def play(stage: Stage, versions: int, unsynced_versions: int, say: Say, real: Real | None = None) -> bool:
+    """Runs everything and prints the tables; returns whether all promises hold. Raises DemoError, ClusterError.
+
+    ``real``: the engine that runs in place of the reference engine.
+    """
+    print(real.banner if real else _BANNER, flush=True)
     stage.up()
     say("operator started under its own service account")
     stage.apply(MANIFESTS / "namespace.yaml")
     stage.cluster.kubectl("wait", "--for=create", "serviceaccount/default", f"--namespace={NAMESPACE}", "--timeout=60s")
     stage.apply(RBAC, MANIFESTS / "pipeline.yaml", MANIFESTS / "pool.yaml")
-    say("RLPipeline demo and EnginePool engines created: 2 engines on the trainer's (simulated) devices, 2 elsewhere")
+    each = 1 if real else 2
+    say(
+        f"RLPipeline demo and EnginePool engines created: {each} on the trainer's (simulated) devices, {each} elsewhere"
+    )
     synced = leg.synced(stage, versions, say)
     rounds = [r for r in stage.items("syncrounds") if r["spec"]["pipeline"] == "demo"]
     # The second leg's engine starts meanwhile.
     stage.apply(MANIFESTS / "unsynced.yaml")
-    say("asking every engine for its checksum, and one more engine that loads the final weights from disk")
+    compared = real.compared if real else "checksum"
+    say(f"asking every engine for its {compared}, and one more engine that loads the final weights from disk")
     assert synced.checkpoint is not None
-    proven = proof.prove(
-        leg.engine_addresses(stage), synced.checkpoint, stage.cluster.state / "engine-from-disk.log", stage.environment
-    )
+    if real:
+        proven = real.prove(stage, synced.checkpoint)
+    else:
+        log = stage.cluster.state / "engine-from-disk.log"
+        proven = proof.prove(leg.engine_addresses(stage), synced.checkpoint, log, stage.environment)
     proven_text = "equal" if proven.holds else "NOT EQUAL"
-    say(f"checksums of {len(proven.engines)} engines and the one from disk: {proven_text}")
+    say(f"{compared} of {len(proven.engines)} engines and the one from disk: {proven_text}")
     say(f"second leg: {unsynced_versions} versions without syncs; its reward check must fail")
     unsynced = leg.unsynced(stage, unsynced_versions, say)
 
     print("\nROUNDS: bytes and milliseconds per version; reward: mean of the samples from that version")
     print(*report.round_table(rounds, report.rewards_by_version(synced)), sep="\n")
-    print(
-        "transports: engines 0 and 1 share SIMULATED devices with the trainer (serialized), 2 and 3 do not (broadcast)"
-    )
+    shared, others = ("engine 0 shares", "1 does") if real else ("engines 0 and 1 share", "2 and 3 do")
+    print(f"transports: {shared} SIMULATED devices with the trainer (serialized), {others} not (broadcast)")
     print("\n$ kubectl get rlfleet -n demo")
     print(stage.cluster.kubectl("get", "rlfleet", "--namespace", NAMESPACE), flush=True)
     print("REQUESTS: sent through the router all the time, never retried")
@@ -59,7 +68,7 @@ def play(stage: Stage, versions: int, unsynced_versions: int, say: Say) -> bool:
         f"  slowest: {synced.books.get('slowestSeconds')} s (requests wait inside paused engines)",
         sep="\n",
     )
-    found = report.checks(synced, unsynced, versions, rounds, proven)
+    found = report.checks(synced, unsynced, versions, rounds, proven, mix=(each, each), compared=compared)
     print("\nPROMISES", *report.check_table(found), sep="\n", flush=True)
     broken = [c for c in found if not c.holds]
     print(f"\n{'DEMO FAILED: ' + str(len(broken)) + ' promise(s) broken' if broken else 'DEMO OK'}", flush=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from e2e.cluster import processes
 from e2e.cluster.guard import Guard
 from e2e.cluster.hollow.control import HollowError
@@ -45,11 +47,16 @@ class DemoError(Exception):
 class Stage:
     """Cluster and operator below ``state``. ``up`` starts them, ``down`` removes everything.
 
-    ``guarded``: they also go when this process is killed; not for what is to outlive it.
+    ``guarded``: they also go when this process is killed; not for what is to outlive it. ``recast``: changes objects of
+    the manifests before they are applied. ``patience``: how many times longer than usual to wait for anything.
     """
 
-    def __init__(self, state: Path, say: Say, *, guarded: bool) -> None:
+    def __init__(
+        self, state: Path, say: Say, *, guarded: bool, recast: Callable[[Obj], Obj] | None = None, patience: float = 1.0
+    ) -> None:
         self.cluster = LocalCluster(state, nodes=NODES, say=say)
+        self.recast = recast
+        self._patience = patience
         self._guarded = guarded
         self._guard: Guard | None = None
         self._say = say
@@ -104,6 +111,11 @@ class Stage:
 
     def apply(self, *files: Path) -> None:
         """Applies manifests into the demo's namespace."""
+        if self.recast is not None:
+            objects = [self.recast(o) for file in files for o in yaml.safe_load_all(file.read_text())]
+            text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+            self.cluster.kubectl("apply", "--server-side", "--namespace", NAMESPACE, "-f", "-", input=text)
+            return
         arguments = [word for file in files for word in ("-f", str(file))]
         self.cluster.kubectl("apply", "--server-side", "--namespace", NAMESPACE, *arguments)
 
@@ -135,6 +147,7 @@ class Stage:
 
         Ends at once, with logs, when the operator or a container of the watched pods has failed.
         """
+        seconds *= self._patience
         deadline = time.monotonic() + seconds
         checked = 0.0
         while not (found := condition()):

@@ -7,14 +7,13 @@ engines listen on every interface, which must not be anybody's network. It needs
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import subprocess
 import sys
 import time
 
 from e2e.engines.environments import ENVIRONMENTS, InstallError, install, outdated
-from tests.netns import INSIDE, ROOT
+from e2e.engines.namespace import NoNamespace, environment, wrapped
+from tests.netns import ROOT
 
 
 def _install(engines: list[str]) -> int:
@@ -35,19 +34,16 @@ def _install(engines: list[str]) -> int:
 
 
 def _test(arguments: list[str]) -> int:
-    unshare, ip = shutil.which("unshare"), shutil.which("ip")
-    if unshare is None or ip is None:
-        print("make test-engines needs unshare (util-linux) and ip (iproute2)", file=sys.stderr)
-        return 1
-    if subprocess.run([unshare, "-n", "true"], check=False).returncode != 0:
-        print("make test-engines needs root: it runs in a network namespace of its own", file=sys.stderr)
-        return 1
     # Without a path among them, all tests are looked through.
     where = [] if any((ROOT / a.partition("::")[0]).exists() for a in arguments) else ["e2e/scenarios", "tests"]
     command = [sys.executable, "-m", "pytest", "-m", "engines", *where, *arguments]
-    namespaced = [unshare, "-n", "--", "sh", "-c", f'{ip} link set lo up && exec "$@"', "sh", *command]
-    environment = os.environ | {INSIDE: "1", "PYTHONPATH": f"{ROOT}/operator:{ROOT}"}
-    return subprocess.run(namespaced, cwd=ROOT, env=environment, check=False).returncode
+    try:
+        command = wrapped(command)
+    except NoNamespace as error:
+        print(f"make test-engines failed: {error}", file=sys.stderr)
+        return 1
+    paths = {"PYTHONPATH": f"{ROOT}/operator:{ROOT}"}
+    return subprocess.run(command, cwd=ROOT, env=environment() | paths, check=False).returncode
 
 
 def main() -> int:

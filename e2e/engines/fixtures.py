@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,11 @@ import pytest
 
 from e2e.engines.asking import RealEngine
 from e2e.engines.environments import ENVIRONMENTS, installed
-from e2e.engines.serving import template
-from e2e.scenarios.kit import ROOT, Fleet
-from tests.netns import INSIDE
+from e2e.engines.making import make, shared_memory
+from e2e.engines.namespace import inside
+from e2e.engines.serving import pool
+from e2e.scenarios.kit import Fleet
+from e2e.scenarios.test_transports import NODE, TRAIN
 
 #: Seeds of the models that trainers publish.
 SEEDS = (100, 101, 102)
@@ -27,13 +27,10 @@ Expected = dict[int, list[list[int]]]
 @pytest.fixture(scope="session", autouse=True)
 def private_network() -> Iterator[None]:
     """Nothing of this runs in anybody's network; SGLang's files in shared memory go afterwards."""
-    if not os.environ.get(INSIDE):
+    if not inside():
         pytest.skip("real engines listen on every interface: run them by `make test-engines`")
-    shared = Path("/dev/shm")
-    before = set(shared.glob("sglang_*"))
-    yield
-    for left in set(shared.glob("sglang_*")) - before:
-        left.unlink(missing_ok=True)
+    with shared_memory():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +40,7 @@ def models(private_network: None, tmp_path_factory: pytest.TempPathFactory) -> P
     if python is None:
         pytest.fail("no engine is installed: make engines")
     folder = tmp_path_factory.mktemp("models")
-    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    command = [str(python), "-m", "e2e.engines.tiny", str(folder), *map(str, (*SEEDS, DISK))]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    make(python, folder, (*SEEDS, DISK))
     return folder
 
 
@@ -58,14 +52,33 @@ def expected(models: Path) -> Expected:
     return read
 
 
-def start(fleet: Fleet, engine: str, models: Path, replicas: int = 1, **spec: Any) -> list[RealEngine]:
-    """A pool of real engines with the checkpoint of ``DISK``, ready."""
+#: Deadlines for engines that share two cores with everything else.
+SYNC: dict[str, Any] = {"deadlines": {"pendingSeconds": 120, "stagingSeconds": 60, "pausedSeconds": 60}}
+SERIALIZED = {"mode": "CPUSerialize", "backend": "gloo"}
+BROADCAST = {"mode": "Broadcast", "backend": "gloo"}
+
+
+def pipeline(fleet: Fleet, transport: dict[str, Any], **how: Any) -> None:
+    """Create or change the pipeline; ``how`` goes into spec.sync."""
+    fleet.pipeline(transport=transport, trainer={"gpus": [{"node": NODE, "devices": TRAIN}]}, sync={**SYNC, **how})
+
+
+def sync(fleet: Fleet, version: int, seed: int) -> dict[str, Any]:
+    """Publish, order a round and wait for its success; its status. What it cost is printed."""
+    status: dict[str, Any] = fleet.sync(version, seed=seed)["status"]
+    assert status["phase"] == "Succeeded", status
+    plan, took = status["plan"], status["timings"]
+    print(f"version {version}: {plan.get('serialized', 0)} serialized, {plan.get('broadcast', 0)} broadcast, {took}")
+    return status
+
+
+def start(
+    fleet: Fleet, engine: str, models: Path, replicas: int = 1, *, present: int = 0, **spec: Any
+) -> list[RealEngine]:
+    """A pool of real engines with the checkpoint of ``DISK``, ready. ``present``: engines of other pools."""
     if installed(engine) is None:
         pytest.fail(f"{engine} is not installed: make engines")
-    made = {
-        "engine": {"type": engine, "gpusPerEngine": 1},
-        "source": {"template": template(engine, models, DISK)},
-        **spec,
-    }
-    fleet.pool(replicas, **made)
-    return [RealEngine(engine, pod) for pod in fleet.ready_engines(replicas, 300)]
+    fleet.pool(replicas, **{**pool(engine, models, DISK), **spec})
+    pods = fleet.ready_engines(present + replicas, 300)
+    mine = [p for p in pods if p["metadata"]["labels"]["rlfleet.dev/pool"] == spec.get("name", "e")]
+    return [RealEngine.of_pod(engine, pod) for pod in mine]

@@ -40,18 +40,3 @@ def untrue(
         if worst > TOLERANCE:
             return f"tokens {start}..{end} are not version {version}'s: one lags by {worst:.3g}"
     return None
-
-
-def crossing(prompt: Sequence[int], tokens: Sequence[int], seeds: Sequence[int]) -> list[int] | None:
-    """Which of ``seeds``, in their order, chose the tokens, one after the other; None: no way to split them does."""
-    used: list[int] = []
-    at = 0
-    for seed in seeds:
-        fits = [lag <= TOLERANCE for lag in lags(seed, prompt, tokens)]
-        end = at
-        while end < len(tokens) and fits[end]:
-            end += 1
-        if end > at:
-            used.append(seed)
-            at = end
-    return used if at == len(tokens) else None

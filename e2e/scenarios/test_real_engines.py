@@ -1,52 +1,45 @@
 """Rounds with real SGLang and vLLM in the pods of hollow nodes: what they answer is the new weights', and nothing else.
 
-`make test-engines` runs this in a network namespace of its own, once `make engines` has installed the engines.
-Engines start from the checkpoint of seed ``DISK``, so that a round which brings the same weights can be held against
-an engine that loaded them from disk.
+`make test-engines` runs this in a network namespace of its own, once `make engines` has installed the engines; CI runs
+what is not marked slow. Engines start from the checkpoint of seed ``DISK``, so that a round which brings the same
+weights can be held against an engine that loaded them from disk.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from e2e.engines.asking import Answer, RealEngine
-from e2e.engines.fixtures import DISK, SEEDS, Expected, expected, models, private_network, start
+from e2e.engines.fixtures import (
+    BROADCAST,
+    DISK,
+    SEEDS,
+    SERIALIZED,
+    Expected,
+    expected,
+    models,
+    pipeline,
+    private_network,
+    start,
+    sync,
+)
 from e2e.engines.load import Clients
 from e2e.engines.prompts import PROMPTS
 from e2e.engines.reference import untrue
 from e2e.scenarios.kit import Fleet, wait_until
-from e2e.scenarios.test_transports import FREE, NODE, TRAIN, pinned
+from e2e.scenarios.test_transports import FREE, pinned
 
 __all__ = ["expected", "models", "private_network"]
 pytestmark = [pytest.mark.cluster, pytest.mark.engines]
 
-SYNC: dict[str, Any] = {"deadlines": {"pendingSeconds": 120, "stagingSeconds": 60, "pausedSeconds": 60}}
-SERIALIZED = {"mode": "CPUSerialize", "backend": "gloo"}
-BROADCAST = {"mode": "Broadcast", "backend": "gloo"}
 LONG = 500
 
 
-def pipeline(fleet: Fleet, transport: dict[str, Any], **sync: Any) -> None:
-    """Engines may be on the trainer's devices or not: the test's placement decides."""
-    fleet.pipeline(transport=transport, trainer={"gpus": [{"node": NODE, "devices": TRAIN}]}, sync={**SYNC, **sync})
-
-
-def sync(fleet: Fleet, version: int, seed: int) -> dict[str, Any]:
-    done = fleet.sync(version, seed=seed)
-    status: dict[str, Any] = done["status"]
-    assert status["phase"] == "Succeeded", status
-    print(
-        f"version {version}: {status['plan'].get('serialized', 0)} serialized, "
-        f"{status['plan'].get('broadcast', 0)} broadcast, timings {status['timings']}"
-    )
-    return status
-
-
-def in_flight(engine: RealEngine, prompt: list[int], tokens: int) -> Any:
-    """Start a request and wait until the engine works on it; a future of its answer."""
+def in_flight(engine: RealEngine, prompt: list[int], tokens: int) -> Future[Answer]:
+    """Start a request and wait until the engine works on it."""
     before = engine.running()
     pool = ThreadPoolExecutor(1)
     asked = pool.submit(engine.ask, prompt, tokens)
@@ -56,7 +49,7 @@ def in_flight(engine: RealEngine, prompt: list[int], tokens: int) -> Any:
 
 
 def test_sglang_takes_both_transports_and_a_request_crosses_the_change(
-    fleet: Fleet, models: Any, expected: Expected
+    fleet: Fleet, models: Path, expected: Expected
 ) -> None:
     pipeline(fleet, SERIALIZED)
     fleet.trainer(MODEL="llama")
@@ -79,7 +72,7 @@ def test_sglang_takes_both_transports_and_a_request_crosses_the_change(
     asked = in_flight(engine, PROMPTS[0], LONG)
     sync(fleet, 3, 101)
     assert engine.checksum() == by_bytes
-    answer: Answer = asked.result()
+    answer = asked.result()
     assert (answer.reason, len(answer.tokens)) == ("length", LONG)
     assert [version for version, _, _ in answer.spans] == ["2", "3"]
     assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"2": DISK, "3": 101}) is None
@@ -87,10 +80,44 @@ def test_sglang_takes_both_transports_and_a_request_crosses_the_change(
     assert engine.greedy() == expected[101]
     digests = fleet.status("rlpipeline", "p")["committed"]["engineDigests"]
     assert [d["digest"] for d in digests] == [by_bytes]
+    # Only its gate drives it: whoever has not the pod's own key is turned away.
+    assert engine.door() == 401
+    wait_until(lambda: fleet.status("enginepool", "e").get("fencing") == "Enforced", "the pool to say so")
+
+
+def test_vllm_takes_both_transports_and_a_request_crosses_the_change(
+    fleet: Fleet, models: Path, expected: Expected
+) -> None:
+    pipeline(fleet, SERIALIZED)
+    fleet.trainer(MODEL="llama")
+    (engine,) = start(fleet, "VLLM", models, placement=pinned(FREE))
+    sync(fleet, -1, 100)
+    assert engine.greedy() == expected[100]
+    sync(fleet, 1, 101)
+    assert engine.greedy() == expected[101]
+
+    pipeline(fleet, BROADCAST)
+    status = sync(fleet, 2, 102)
+    assert status["plan"]["broadcast"] == 1
+    assert engine.greedy() == expected[102]
+
+    asked = in_flight(engine, PROMPTS[0], LONG)
+    sync(fleet, 3, 101)
+    answer = asked.result()
+    assert (answer.reason, len(answer.tokens)) == ("length", LONG)
+    # Kept, and recomputed when it went on: the first tokens are the old weights', the others the new ones'.
+    assert [version for version, _, _ in answer.spans] == ["2", "3"]
+    assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"2": 102, "3": 101}) is None
+    assert engine.label() == "3"
+    assert engine.greedy() == expected[101]
+    # Its checksums mean nothing on a CPU (packed weights hash as empty), so nothing of them is recorded as proof.
+    assert not fleet.status("rlpipeline", "p")["committed"].get("engineDigests")
+    assert engine.door() == 401
+    wait_until(lambda: fleet.status("enginepool", "e").get("fencing") == "Enforced", "the pool to say so")
 
 
 @pytest.mark.slow
-def test_sglang_under_load_ends_requests_as_the_mode_says(fleet: Fleet, models: Any, expected: Expected) -> None:
+def test_sglang_under_load_ends_requests_as_the_mode_says(fleet: Fleet, models: Path, expected: Expected) -> None:
     pipeline(fleet, SERIALIZED)
     fleet.trainer(MODEL="llama")
     (engine,) = start(fleet, "SGLang", models, placement=pinned(FREE))
@@ -110,15 +137,15 @@ def test_sglang_under_load_ends_requests_as_the_mode_says(fleet: Fleet, models: 
 
     # Wait: a request ends with the weights that it began with.
     pipeline(fleet, SERIALIZED, drainSeconds=60, quiesce={"mode": "Wait"})
-    asked_ = in_flight(engine, PROMPTS[0], LONG)
+    crossed = in_flight(engine, PROMPTS[0], LONG)
     sync(fleet, 7, SEEDS[0])
-    answer: Answer = asked_.result()
+    answer = crossed.result()
     assert (answer.reason, [v for v, _, _ in answer.spans]) == ("length", ["6"])
     # Abort: it ends at once, with what it had. The weights of its tokens are those of one version.
     pipeline(fleet, SERIALIZED, quiesce={"mode": "Abort"})
-    asked_ = in_flight(engine, PROMPTS[0], 900)
+    crossed = in_flight(engine, PROMPTS[0], 900)
     sync(fleet, 8, SEEDS[1])
-    answer = asked_.result()
+    answer = crossed.result()
     assert (answer.reason, [v for v, _, _ in answer.spans]) == ("abort", ["7"])
     assert len(answer.tokens) < 900
     assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"7": SEEDS[0]}) is None

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from .model import MODELS
-from .rollouts import RolloutError, parse
+from .rollouts import APIS, RolloutError, parse, request
 from .task import prompts
 
 
@@ -79,17 +79,15 @@ def classify(error: BaseException) -> str:
     return "reset"
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], new_tokens: int, books: Books) -> None:
+async def ask(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], new_tokens: int, books: Books, api: str
+) -> None:
     """Send one request and book its end."""
-    body = {
-        "input_ids": prompt,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0},
-    }
+    path, body = request(api, prompt, new_tokens)
     books.sent += 1
     began = time.monotonic()
     try:
-        async with session.post(f"{url}/generate", json=body) as response:
+        async with session.post(url + path, json=body) as response:
             if response.status != 200:
                 books.fail(f"http{response.status}", await response.text())
                 return
@@ -100,10 +98,9 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], new_t
     finally:
         books.slowest_seconds = max(books.slowest_seconds, time.monotonic() - began)
     try:
-        sample = parse(prompt, new_tokens, answer)
+        sample = parse(prompt, new_tokens, answer, api)
     except RolloutError as error:
-        reason = answer.get("meta_info", {}).get("finish_reason", {}).get("type") if isinstance(answer, dict) else None
-        books.fail("abort" if reason == "abort" else "truncated", str(error))
+        books.fail("abort" if "finish reason abort" in str(error) else "truncated", str(error))
         return
     books.answered += 1
     books.versions.update({span.version for span in sample.spans})
@@ -132,7 +129,7 @@ async def run(arguments: argparse.Namespace, books: Books) -> None:
     async def worker(session: aiohttp.ClientSession) -> None:
         while not stop.is_set():
             new_tokens = rng.randint(arguments.min_tokens, arguments.max_tokens)
-            await ask(session, url, prompts(rng, 1, vocabulary)[0], new_tokens, books)
+            await ask(session, url, prompts(rng, 1, vocabulary)[0], new_tokens, books, arguments.api)
             await pause(arguments.pause)
 
     async def bookkeeper() -> None:
@@ -145,7 +142,7 @@ async def run(arguments: argparse.Namespace, books: Books) -> None:
         waiting = Books()
         deadline = time.monotonic() + arguments.wait_serving
         while not stop.is_set() and not waiting.answered and time.monotonic() < deadline:
-            await ask(session, url, prompts(rng, 1, vocabulary)[0], 1, waiting)
+            await ask(session, url, prompts(rng, 1, vocabulary)[0], 1, waiting, arguments.api)
             if not waiting.answered:
                 await pause(0.2)
         await asyncio.gather(bookkeeper(), *(worker(session) for _ in range(arguments.concurrency)))
@@ -173,6 +170,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request counts as failed")
     parser.add_argument("--wait-serving", type=float, default=0.0, help="seconds to wait for a first answer, uncounted")
     parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
+    parser.add_argument("--api", choices=APIS, default="sglang", help="what the engines behind the router speak")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     books = Books()

@@ -43,16 +43,34 @@ class Sample:
     retractions: int
 
 
-def parse(prompt: Sequence[int], new_tokens: int, answer: Any) -> Sample:
-    """Check one answer of /generate. RolloutError that says what is wrong with it."""
+#: The engines whose surface a client can speak: SGLang's (and the reference engine's), and vLLM's.
+APIS = ("sglang", "vllm")
+
+
+def request(api: str, prompt: Sequence[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of one request that is sampled at temperature 1 and does not end before its length."""
+    how: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
+    if api == "vllm":
+        how |= {"max_tokens": new_tokens, "logprobs": 0}
+        return "/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": how}
+    how["max_new_tokens"] = new_tokens
+    return "/generate", {"input_ids": list(prompt), "return_logprob": True, "sampling_params": how}
+
+
+def parse(prompt: Sequence[int], new_tokens: int, answer: Any, api: str = "sglang") -> Sample:
+    """Check one answer to such a request. RolloutError that says what is wrong with it."""
     try:
-        meta = answer["meta_info"]
-        output = [int(t) for t in answer["output_ids"]]
-        pairs = [(float(p), int(t)) for p, t, _ in meta["output_token_logprobs"]]
+        meta = answer["choices"][0] if api == "vllm" else answer["meta_info"]
+        if api == "vllm":
+            output = [int(t) for t in meta["token_ids"]]
+            pairs = [(float(c["logprob"]), int(c["token_id"])) for c in meta["logprobs"]["content"]]
+            reason, retractions = str(meta["finish_reason"]), 0  # it does not tell whether it computed a part anew
+        else:
+            output = [int(t) for t in answer["output_ids"]]
+            pairs = [(float(p), int(t)) for p, t, _ in meta["output_token_logprobs"]]
+            reason, retractions = str(meta["finish_reason"]["type"]), int(meta["num_retractions"])
         spans = tuple(Span(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"])
-        reason = meta["finish_reason"]["type"]
-        retractions = int(meta["num_retractions"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RolloutError(f"malformed answer ({error!r}): {str(answer)[:200]}") from error
     if reason != "length" or len(output) != new_tokens:
         raise RolloutError(f"asked for {new_tokens} tokens, got {len(output)} with finish reason {reason}")
@@ -67,11 +85,13 @@ def parse(prompt: Sequence[int], new_tokens: int, answer: Any) -> Sample:
 class RolloutClient:
     """Sends rollouts to a router (or one engine) from its own thread, so that they go on while a sync blocks.
 
-    ``timeout``: seconds until one request must be answered, the time it waits in a paused engine included.
+    ``api``: of ``APIS``. ``timeout``: seconds until one request must be answered, the time it waits in a paused engine
+    included.
     """
 
-    def __init__(self, url: str, *, timeout: float = 120) -> None:
+    def __init__(self, url: str, *, api: str = "sglang", timeout: float = 120) -> None:
         self._url = url.rstrip("/")
+        self._api = api
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -95,18 +115,14 @@ class RolloutClient:
         return self._run(all_of_them())
 
     async def _one(self, prompt: list[int], new_tokens: int) -> Sample:
-        body = {
-            "input_ids": prompt,
-            "return_logprob": True,
-            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0},
-        }
+        path, body = request(self._api, prompt, new_tokens)
         try:
-            async with self._session.post(f"{self._url}/generate", json=body) as response:
+            async with self._session.post(self._url + path, json=body) as response:
                 if response.status != 200:
-                    raise RolloutError(f"POST /generate: {response.status} {(await response.text())[:200]}")
-                return parse(prompt, new_tokens, await response.json())
+                    raise RolloutError(f"POST {path}: {response.status} {(await response.text())[:200]}")
+                return parse(prompt, new_tokens, await response.json(), self._api)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RolloutError(f"POST /generate: {error!r}") from error
+            raise RolloutError(f"POST {path}: {error!r}") from error
 
     def wait_serving(self, prompt: Sequence[int], seconds: float) -> None:
         """Wait until the fleet answers at all (routers and engines are starting). RolloutError after ``seconds``."""

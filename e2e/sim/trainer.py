@@ -20,7 +20,7 @@ from pathlib import Path
 from .loop import Settings, SyncError, train
 from .model import MODELS
 from .policy import LogprobError
-from .rollouts import RolloutClient, RolloutError
+from .rollouts import APIS, RolloutClient, RolloutError
 
 EXIT_LOGPROBS = 2
 EXIT_SYNC = 3
@@ -31,6 +31,7 @@ def _arguments() -> argparse.Namespace:
     defaults, env = Settings(), os.environ.get
     parser = argparse.ArgumentParser(prog="python -m e2e.sim.trainer", description=__doc__)
     parser.add_argument("--router", required=True, help="base URL that answers /generate")
+    parser.add_argument("--api", choices=APIS, default="sglang", help="what the engines behind the router speak")
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--pipeline", required=True, help="name of the RLPipeline")
     parser.add_argument("--steps", type=int, default=defaults.steps)
@@ -85,7 +86,7 @@ def main() -> int:
                     timeout=arguments.sync_timeout,
                 )
             )
-            rollouts = stack.enter_context(RolloutClient(arguments.router))
+            rollouts = stack.enter_context(RolloutClient(arguments.router, api=arguments.api))
             progress = stack.enter_context(arguments.progress.open("a"))
             step = fleet.train_gpus if arguments.colocated else nullcontext
             curve = train(settings, rollouts, fleet.publish, progress, arguments.checkpoint, step=step)

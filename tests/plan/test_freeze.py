@@ -51,6 +51,15 @@ def test_every_live_engine_whose_gate_answers_is_a_member() -> None:
     assert members(plan(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
 
 
+def test_an_engine_of_which_its_gate_knows_nothing_yet_is_not_asked_and_refuses_nobody() -> None:
+    met = wire.EngineReport(state=wire.EngineState.READY, type="SGLang")
+    new = engine("new", gate(engine=met, capabilities=(), holds=None, loads=()))
+    assert members(plan([engine("a", gate()), new])) == [("a", "Serialized", None)]
+    # With weights in it, it may serve: a gate that was restarted must not make a round go on without it.
+    serving = engine("serving", gate(engine=met, capabilities=(), holds=(1, "d")))
+    assert isinstance(plan([engine("a", gate()), serving]), Refusal)
+
+
 def test_an_engine_that_takes_no_weights_is_refused_in_the_words_of_its_gate() -> None:
     report = wire.EngineReport(state=wire.EngineState.READY, type="SGLang", refused="SGLang 9.9 is not known")
     found = plan([engine("a", gate()), engine("b", gate(engine=report))])

@@ -13,7 +13,7 @@ from enum import StrEnum
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import EngineState, PauseMode, StagingMode, Transport
 from rlfleet.plan.asleep import is_touched
-from rlfleet.plan.rounds import Engine, RoundPlan, RoundRef, can_join, is_blocked, unavailable_limit
+from rlfleet.plan.rounds import Engine, RoundPlan, RoundRef, can_join, is_blocked, is_known, unavailable_limit
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.triage import Triage
 
@@ -155,6 +155,8 @@ def _why_not(e: Engine) -> str:
         return "its device memory is released: it must be woken first"
     if is_blocked(e):
         return "an operation at its gate runs on or has no known end: it counts against maxUnavailable"
+    if not (is_known(e.status) or e.status.holds or e.status.loads):
+        return "its gate has not learned yet what its engine is (the gate's log says what it asked in vain)"
     if not can_join(e):
         return "its gate still holds the fence of another pipeline"
     return "the round would not get as far as choosing members"

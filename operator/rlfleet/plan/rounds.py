@@ -195,8 +195,17 @@ def can_join(e: Engine) -> bool:
         and (not e.status.pipeline or e.status.fence.pipeline in ("", e.status.pipeline))
         and e.status.incarnation is not None
         and e.status.engine.state is EngineState.READY
+        and (is_known(e.status) or e.status.holds is not None or bool(e.status.loads))
         and not is_touched(e.status)
     )
+
+
+def is_known(gate: GateStatus) -> bool:
+    """The gate has learned what its engine is; one that has just started may answer that late.
+
+    Nobody can say what such an engine can take. It serves nothing: its gate closes what nothing proves.
+    """
+    return gate.engine.version is not None or bool(gate.capabilities)
 
 
 def is_blocked(e: Engine) -> bool:
