@@ -65,6 +65,13 @@ def listing(operator: Operator, fleet: Fleet, pods: list[dict[str, Any]]) -> dic
     return wait_until(look, "all pods to be listed")
 
 
+def serving(operator: Operator, fleet: Fleet, version: int) -> dict[int, dict[str, Any]] | None:
+    """The list, if all workers in it are open with this version."""
+    found = listed(operator, fleet)
+    well = all((w["rlfleet"].get("version"), w["rlfleet"].get("open")) == (version, True) for w in found.values())
+    return found if well else None
+
+
 def test_workers_follow_pods_and_say_what_gates_say(cluster: LocalCluster, operator: Operator, fleet: Fleet) -> None:
     assert listed(operator, fleet) == {}
     fleet.pipeline()
@@ -75,13 +82,13 @@ def test_workers_follow_pods_and_say_what_gates_say(cluster: LocalCluster, opera
     assert [w["rlfleet"]["open"] for w in found.values()] == [False, False]  # nothing is proven yet
     fleet.sync(-1)
     fleet.sync(1)
-    found = listed(operator, fleet)
+    found = wait_until(lambda: serving(operator, fleet, 1), "both engines to serve version 1")
     assert list(found) == sorted(numbers(pods))
     for number, worker in found.items():
         pod = numbers(pods)[number]
         ours = worker.pop("rlfleet")
         address = pod["status"]["podIP"]
-        assert (ours["version"], ours["open"], ours["pod"]) == (1, True, pod["metadata"]["name"])
+        assert ours["pod"] == pod["metadata"]["name"]
         assert (ours["pod_uid"], ours["engine_url"]) == (pod["metadata"]["uid"], f"http://{address}:30000")
         assert ours["fence"] == fleet.status("rlpipeline", "p")["fence"]
         gate = f"http://{address}:9440"
@@ -104,7 +111,8 @@ def test_workers_follow_pods_and_say_what_gates_say(cluster: LocalCluster, opera
         assert silent["routes"] == []
         assert not {"system_url", "world_size"} & silent.keys()
         assert not {"version", "open"} & silent["rlfleet"].keys()
-        assert "error" not in listed(operator, fleet)[max(numbers(pods))]
+        well = max(numbers(pods))
+        wait_until(lambda: "error" not in listed(operator, fleet)[well], "the other worker to answer beside it")
     finally:
         cluster.hollow.thaw(fleet.namespace, name, "gate")
     listing(operator, fleet, pods)
@@ -142,8 +150,8 @@ def test_a_standby_serves_it_too_and_with_tokens_the_apiserver_judges_readers(
         user = f"system:serviceaccount:{fleet.namespace}:reader"
         for kind in ("pods", "enginepools.rlfleet.dev"):
             await_rights(cluster, user, fleet.namespace, "list", kind)
-        assert listed(standby, fleet, token) == listed(operator, fleet)
         assert found.keys() == listed(standby, fleet, token).keys()
+        wait_until(lambda: listed(standby, fleet, token) == listed(operator, fleet), "both to say the same")
         # It still stands by: what it said, it said without the Lease.
         held = cluster.get("lease", meta["name"], "-n", meta["namespace"])["spec"]["holderIdentity"]
         assert held == "another"

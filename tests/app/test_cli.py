@@ -197,8 +197,8 @@ def test_a_taken_address_for_probes_ends_the_operator_with_one_line() -> None:
 
 def test_a_taken_address_for_worker_discovery_ends_the_operator_too(tmp_path: Path) -> None:
     kubeconfig = tmp_path / "kubeconfig"
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as silent:
-        server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = "http://127.0.0.1:1"  # where no apiserver is
         kubeconfig.write_text(
             json.dumps(
                 {
