@@ -66,6 +66,9 @@ class World:
         namespace = parts[parts.index("namespaces") + 1] if "namespaces" in parts else None
         if parts[-2] == "secrets":
             return web.json_response(self.secret or {}, status=200 if self.secret else 404)
+        if who == "trainer":
+            found = parts[-2:] == ["rlpipelines", "p"]
+            return web.json_response({"message": "forbidden"} if not found else {}, status=200 if found else 403)
         if who and who not in TOKENS:
             return web.json_response({"message": "Unauthorized"}, status=401)
         allowed = TOKENS.get(who)
@@ -283,6 +286,11 @@ async def test_with_tokens_the_apiserver_judges_the_reader(world: World, tmp_pat
         assert "/namespaces/NAMESPACE" in body["message"]
         assert pods_of(await get(served, "/namespaces/ns", Authorization="Bearer one")) == {"a-0"}
         assert (await get(served, "/namespaces/elsewhere", Authorization="Bearer one"))[0] == 403
+        # A trainer may read its pipeline, and not list pods.
+        mine = "/namespaces/ns/pipelines/p"
+        assert pods_of(await get(served, mine, Authorization="Bearer trainer")) == {"a-0"}
+        for path in ("/namespaces/ns/pipelines/q", "/namespaces/ns", ""):
+            assert (await get(served, path, Authorization="Bearer trainer"))[0] == 403
         asked = len(world.asked)
         assert (await get(served))[0] == 401
         assert len(world.asked) == asked

@@ -25,9 +25,7 @@ _PUSH: Final = ("push",)
 #: What a token is where the operator calls.
 SIGNED: Final = "Signed by the operator (EdDSA); audience: the pod's UID. Scopes are claims of it."
 #: What it is where others call the operator.
-READERS: Final = (
-    "The reader's own, of a ServiceAccount that may list enginepools and pods; with --discovery-auth=token."
-)
+READERS: Final = "The reader's own, of a ServiceAccount that may read what is listed; with --discovery-auth=token."
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,12 +116,16 @@ class Discovery:
         scheme, _, token = (header or "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token or len(token) > MAX_TOKEN or not token.isascii():
-            raise Denied(401, "send a bearer token of a ServiceAccount that may list enginepools and pods")
+            raise Denied(401, "send a bearer token of a ServiceAccount that may read what the base URL names")
         assert self._session is not None
         assert self._where is not None
         who = Viewer(self._session, self._where, token)
         try:
-            await asyncio.gather(*(who.may_list(namespace) for namespace in self._namespaces(scope)))
+            if scope.pipeline:
+                # Its trainer is told where these engines are in any case: a push goes to them.
+                await who.may_read_pipeline(scope.namespace, scope.pipeline)
+            else:
+                await asyncio.gather(*(who.may_list(namespace) for namespace in self._namespaces(scope)))
         except viewer.Denied as e:
             more = ". Name a namespace in the base URL: /namespaces/NAMESPACE" if e.status == 403 else ""
             raise Denied(e.status, f"{e}{more if not scope.namespace else ''}") from e

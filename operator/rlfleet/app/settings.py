@@ -106,7 +106,7 @@ class Settings:
     discovery_auth: str = _setting(
         "none",
         "RLFLEET_DISCOVERY_AUTH",
-        "none: whoever reaches it may read; token: readers send a bearer token that may list enginepools and pods",
+        "none: whoever reaches it may read; token: readers send a bearer token that may read what their base URL names",
     )
     discovery_namespace: str = _dynamo(
         "dynamo", "DYN_NAMESPACE", "the namespace, in Dynamo's sense, of all workers", _is_dynamo_name

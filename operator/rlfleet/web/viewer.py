@@ -98,6 +98,10 @@ class Viewer:
         path = f"/namespaces/{namespace}" if namespace else ""
         await asyncio.gather(self.get(f"{OURS}{path}/enginepools", few), self.get(f"/api/v1{path}/pods", few))
 
+    async def may_read_pipeline(self, namespace: str, pipeline: str) -> None:
+        """Denied unless the viewer can read this RLPipeline, as its trainer can."""
+        await self.get(f"{OURS}/namespaces/{namespace}/rlpipelines/{pipeline}")
+
 
 def _path(plural: str, namespace: str | None) -> str:
     return f"{OURS}/namespaces/{namespace}/{plural}" if namespace else f"{OURS}/{plural}"
