@@ -18,6 +18,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from rlfleet_vllm import setup
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -90,6 +92,10 @@ class ControlKey:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a user's request on, and one that presents the key."""
         if scope["type"] == "lifespan" or is_open(route_path(scope)) or self._presents_key(scope):
+            if scope["type"] == "http" and route_path(scope) == setup.PATH:
+                # The application was told its configuration before it began to serve.
+                await _answer(send, 200, setup.describe(getattr(scope["app"].state, "vllm_config", None)))
+                return
             await self._app(scope, receive, send)
             return
         status, text = (401, _UNAUTHORIZED) if self._key else (403, _NO_KEY)
@@ -98,11 +104,7 @@ class ControlKey:
             await send({"type": "websocket.close", "code": 1008, "reason": text})
             return
         error = {"message": text, "type": "Unauthorized", "param": None, "code": status}
-        headers = [(b"content-type", b"application/json")]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+        await _answer(send, status, {"error": error})
 
     def _presents_key(self, scope: Message) -> bool:
         given = [value for name, value in scope.get("headers") or () if name.lower() == b"authorization"]
@@ -110,6 +112,14 @@ class ControlKey:
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         same = hmac.compare_digest(token.strip(), self._key)
         return bool(self._key) and scheme.lower() == b"bearer" and same
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
 def route_path(scope: Message) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,3 +141,24 @@ async def test_websockets_are_judged_alike_and_start_up_passes(closed: ControlKe
     await call(closed, "/v1/realtime", type="websocket")
     await call(closed, "", type="lifespan")
     assert [s["type"] for s in behind.seen] == ["websocket", "lifespan"]
+
+
+async def test_the_gate_is_told_what_the_engine_was_started_with(closed: ControlKey, behind: Application) -> None:
+    """Without pip in the image vLLM's own /server_info answers 500."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="/m", served_model_name="m", dtype="torch.bfloat16", quantization=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, enable_expert_parallel=False),
+        weight_transfer_config=SimpleNamespace(backend="rlfleet"),
+        lora_config=object(),
+    )
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
+    sent = await call(closed, "/rlfleet/setup", f"Bearer {KEY}", method="GET", app=app)
+    assert status(sent) == 200
+    assert behind.seen == []
+    told = json.loads(sent[1]["body"])["vllm_config"]
+    assert told["model_config"]["dtype"] == "torch.bfloat16"
+    assert told["model_config"]["enable_sleep_mode"] is None
+    assert told["parallel_config"]["tensor_parallel_size"] == 2
+    assert told["weight_transfer_config"] == {"backend": "rlfleet"}
+    assert (told["lora_config"], told["speculative_config"]) == ({}, None)
+    assert status(await call(closed, "/rlfleet/setup", method="GET", app=app)) == 401

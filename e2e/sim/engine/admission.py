@@ -43,7 +43,8 @@ class Admission:
         self._config = config
         self._labels = labels
         self._health_seconds = health_seconds
-        self._fatal = fatal
+        #: Ends the engine.
+        self.fatal = fatal
         self._changed = asyncio.Condition()
         self._readers = 0
         self._writer = False
@@ -211,7 +212,7 @@ class Admission:
 
         def work() -> None:
             if not self.scheduler.flush():
-                self._fatal("AssertionError: release_memory_occupation should be called only when server is idle.")
+                self.fatal("AssertionError: release_memory_occupation should be called only when server is idle.")
             self.memory.release(tags)
             if self.memory.saver and WEIGHTS in (tags or TAGS):
                 self.scheduler.weights.forget_extra()

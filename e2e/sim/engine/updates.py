@@ -147,12 +147,8 @@ class Updates:
             try:
                 self._weights.load_directory(directory)
             except LoadError as error:
-                # The real engine says this too, and reads the new path once more instead of the old one.
-                return outcome(
-                    False,
-                    f"Failed to update weights: {error}.\nRolling back to original weights.",
-                    num_paused_requests=held,
-                )
+                # The real engine rolls back by reading the new path once more, which fails again and takes it down.
+                self._admission.fatal(f"Failed to update weights: {error}.\nRolling back to original weights.")
             done = self._loaded("Succeeded to update model weights.", body.weight_version, body.flush_cache)
             return {**done, "num_paused_requests": held}
 

@@ -72,6 +72,7 @@ class VLLMServer(Front):
             (get, "/version", self._version),
             (get, "/openapi.json", self._openapi),
             (get, "/server_info", self._server_info),
+            *([(get, "/rlfleet/setup", self._server_info)] if self._plugin else []),
             (get, "/get_world_size", self._world_size),
             (get, "/metrics", self._metrics),
             (get, "/v1/models", self._models),

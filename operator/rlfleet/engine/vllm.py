@@ -35,7 +35,7 @@ from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Checksum, Facts, Token, View
 from rlfleet.engine.common import PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls, refuses_strangers
-from rlfleet.engine.vllm_facts import PLUGIN, TAGS, WORKERS, read
+from rlfleet.engine.vllm_facts import PLUGIN, SETUP, TAGS, WORKERS, read
 
 #: Seconds that a pause may take beyond draining.
 PAUSE_SECONDS = 20.0
@@ -74,7 +74,7 @@ class VLLMAdapter:
         version, paths, info, size = await asyncio.gather(
             self._get("/version", seconds),
             self._get("/openapi.json", seconds),
-            self._get("/server_info?config_format=json", seconds),
+            self._setup(seconds),
             self._get("/get_world_size", seconds),
         )
         facts, self._plugin = read(version, paths, info, size)
@@ -83,6 +83,19 @@ class VLLMAdapter:
     async def guarded(self, seconds: float) -> bool | None:
         """Its control paths are open to everybody, unless our middleware closes them."""
         return await refuses_strangers(self._http, self._user, seconds)
+
+    async def _setup(self, seconds: float) -> dict[str, Any]:
+        """What it was started with: from our middleware, or from vLLM itself, which needs pip in its image for it."""
+        answer = await self._http.ask("GET", SETUP, seconds=seconds, headers=self._admin)
+        if answer.status == 200 and isinstance(answer.body, dict):
+            return answer.body
+        try:
+            return await self._get("/server_info?config_format=json", seconds)
+        except Refused as e:
+            if e.status != 500:
+                raise
+            remedy = "add --middleware rlfleet_vllm.ControlKey, or pip to the engine's image"
+            raise Refused("GET /server_info", 500, f"{e.detail}; {remedy}") from e
 
     async def view(self, seconds: float) -> View:
         """Read label, admission and load at the same time, each within ``seconds``."""

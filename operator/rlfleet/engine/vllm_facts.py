@@ -18,6 +18,8 @@ from rlfleet.engine.common import as_int
 TYPE = "VLLM"
 #: Name of our weight transfer plug-in in --weight-transfer-config.
 PLUGIN = "rlfleet"
+#: Where our middleware (rlfleet_vllm) tells what the engine was started with, in the form of /server_info.
+SETUP = "/rlfleet/setup"
 #: Asks all workers of the engine, past its scheduler.
 WORKERS = "/collective_rpc"
 #: What vLLM calls the parts of its memory that it can give back.
@@ -38,7 +40,7 @@ _PARALLEL_KEYS = (
 def read(
     version: Mapping[str, Any], openapi: Mapping[str, Any], info: Mapping[str, Any], world: Mapping[str, Any]
 ) -> tuple[Facts, bool]:
-    """Facts from the bodies of /version, /openapi.json, /server_info (JSON) and /get_world_size.
+    """Facts from the bodies of /version, /openapi.json, /rlfleet/setup or /server_info, and /get_world_size.
 
     The second value: weights can travel through our weight transfer plug-in.
     """
