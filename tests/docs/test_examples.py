@@ -60,6 +60,15 @@ def test_gates_run_from_the_image_that_the_chart_installs() -> None:
     assert found == {wanted}
 
 
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_the_guide_shows_the_command_line_that_an_example_gets(name: str) -> None:
+    pool = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    pool["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
+    (engine,) = build_pod(pool, 0, "x-0-00000", public_keys=KEYS, admin_key="k")["spec"]["containers"]
+    line = " ".join([*engine["command"], *engine["args"]])
+    assert line in (EXAMPLES.parent / "guides/engines.md").read_text().splitlines()
+
+
 def test_what_a_queueing_system_reads_arrives_in_the_pods() -> None:
     pool = yaml.safe_load((EXAMPLES / "queueing.yaml").read_text())
     pool["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
