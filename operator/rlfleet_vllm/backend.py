@@ -110,7 +110,6 @@ class RlfleetWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Begin a session. The model is touched by its first load, not here."""
-        self._expected = frozenset(name for name, _ in self.model.named_parameters())
         self._loaded = set()
         self._touched = False
 
@@ -132,6 +131,8 @@ class RlfleetWeights(WeightTransferEngine):  # type: ignore[misc]
             if not self._touched:
                 self._touched = True
                 initialize_layerwise_reload(self.model)
+                # Asked now: what kernels made of the weights, and what they put beside them, no checkpoint has.
+                self._expected = frozenset(name for name, _ in self.model.named_parameters())
             loaded = self.model.load_weights(tensors)
         except Exception as e:
             self._give_up()

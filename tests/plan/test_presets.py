@@ -218,3 +218,21 @@ def test_the_new_fields_shape_the_pod_and_their_absence_does_not() -> None:
 def test_the_liveness_of_an_engine_is_asked_over_tls_where_its_gate_speaks_that() -> None:
     pod = build_pod(pool(model="m"), 0, "a-0-00000", public_keys={"kid": "key"}, tls_secret="certs")
     assert container(pod, "engine")["livenessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+@pytest.mark.parametrize("source", [{"adopt": {"selector": {"matchLabels": {"a": "b"}}}}, {"other": {}}])
+def test_pods_that_others_make_have_no_command_line_of_ours(source: dict[str, Any]) -> None:
+    theirs = pool("SGLang", model="m")
+    theirs["spec"]["source"] = source
+    assert not presets.fills(theirs)
+    assert presets.engine_words(theirs) == []
+    theirs["spec"]["engine"]["type"] = "Unheard"
+    assert presets.engine_words(theirs) == []
+
+
+def test_the_init_container_lives_within_the_gates_limits() -> None:
+    limits = {"limits": {"cpu": "1", "memory": "2Gi"}}
+    spec = pool(model="m")
+    assert container(build(spec), "rlfleet-vllm")["resources"] == {"requests": {"cpu": "10m", "memory": "64Mi"}}
+    spec["spec"]["gate"]["resources"] = limits
+    assert container(build(spec), "rlfleet-vllm")["resources"] == limits

@@ -257,6 +257,8 @@ def _plugin_container(pool: Mapping[str, Any]) -> Obj:
         "image": gate["image"],
         **({"imagePullPolicy": gate["imagePullPolicy"]} if gate.get("imagePullPolicy") else {}),
         "command": [*PLUGIN_COMMAND, PLUGIN_DIR],
+        # The gate's, which runs after it: a quota that wants limits gets them, and the pod asks for no more.
+        "resources": copy.deepcopy(gate.get("resources")) or {"requests": {"cpu": "10m", "memory": "64Mi"}},
         "securityContext": _our_security(pool),
         "volumeMounts": [{"name": PLUGIN_VOLUME, "mountPath": PLUGIN_DIR}],
     }

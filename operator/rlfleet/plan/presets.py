@@ -91,7 +91,8 @@ def _container(pool: Mapping[str, Any]) -> Mapping[str, Any]:
 def fills(pool: Mapping[str, Any]) -> bool:
     """Whether the command line is ours: the template names no program, and the spec names a model."""
     container = _container(pool)
-    return bool(engine_of(pool).get("model")) and not (container.get("command") or container.get("args"))
+    ours = bool(container) and engine_of(pool).get("type") in PRESETS
+    return ours and bool(engine_of(pool).get("model")) and not (container.get("command") or container.get("args"))
 
 
 def has_plugin(pool: Mapping[str, Any]) -> bool:
