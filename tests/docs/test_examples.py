@@ -65,7 +65,7 @@ def test_the_guide_shows_the_command_line_that_an_example_gets(name: str) -> Non
     pool = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     pool["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
     (engine,) = build_pod(pool, 0, "x-0-00000", public_keys=KEYS, admin_key="k")["spec"]["containers"]
-    line = " ".join([*engine["command"], *engine["args"]])
+    line = f"{pool['spec']['engine']['type']}: {' '.join([*engine['command'], *engine['args']])}"
     assert line in (EXAMPLES.parent / "guides/engines.md").read_text().splitlines()
 
 
