@@ -31,6 +31,20 @@ def gpus(*nodes: tuple[str, int]) -> list[dict[str, Any]]:
 CHECKPOINT = {"checkpoint": {"pathTemplate": "/checkpoints/{version}"}}
 
 ADOPTED = {"spec.source": {"adopt": {"selector": SELECTOR}}, "spec.replicas": None, "spec.gate": None}
+
+
+def dynamo(**source: Any) -> dict[str, Any]:
+    """A pool of Dynamo workers; ``source`` replaces members of spec.source.dynamo."""
+    whole = {"url": "http://10.0.0.9:8001", "selector": SELECTOR, **source}
+    return {
+        "spec.source": {"dynamo": {k: v for k, v in whole.items() if v is not None}},
+        "spec.engine": {"type": "Dynamo", "port": 8081},
+        "spec.replicas": None,
+        "spec.gate": None,
+        "spec.routers": None,
+    }
+
+
 BLOCK = {
     "name": "a",
     "deviceClassName": "gpu.nvidia.com",
@@ -90,6 +104,11 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (TD, {}),
     (TD, {"spec.requests": None, "spec.streams": None, "spec.trainer": {"podUID": "outside"}}),
     (TD, {"spec.requests.0.devices": gpus(("n1", 2)), "spec.requests.0.priority": None, "spec.requests.0.id": "a1"}),
+    (EP, dynamo()),
+    (
+        EP,
+        dynamo(url=None, service={"name": "f"}, components=["backend"]),
+    ),
 ]
 
 
@@ -110,7 +129,7 @@ PODDED = bad_name(EP, 52, "its pods append an index and five digits")
 SHOWN = bad_name(SR, 63, "it is shown as the operation of pipelines and gates")
 OF_PIPELINE = bad_name(TD, 63, "it is the name of its RLPipeline")
 ONE_OF = 'Invalid value: "object": exactly one of podSelector and url must be set'
-EITHER = 'Invalid value: "object": exactly one of template and adopt must be set'
+EITHER = 'Invalid value: "object": exactly one of template, adopt and dynamo must be set'
 PORT_IN_URL = "Forbidden: port applies to podSelector only: put the port into url"
 TOO_FEW = (
     'spec.replicas: Invalid value: "object": placement.devices has too few devices: each replica takes '
@@ -337,24 +356,68 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         ADOPTED | {"spec.replicas": 2},
-        "spec.replicas: Forbidden: replicas is not for source.adopt: whoever makes the pods scales them; leave it out",
+        "spec.replicas: Forbidden: replicas is not for source.adopt and source.dynamo: whoever makes the pods scales "
+        "them; leave it out",
     ),
     (
         EP,
         ADOPTED | {"spec.shrink": "Delete"},
-        'spec.shrink: Invalid value: "object": source.adopt needs shrink Offload: adopted pods are never deleted',
+        'spec.shrink: Invalid value: "object": source.adopt and source.dynamo need shrink Offload: pods '
+        "that somebody else makes are never deleted",
     ),
     (
         EP,
         ADOPTED | {"spec.updateStrategy": {"type": "RollingUpdate"}},
-        'spec.updateStrategy.type: Invalid value: "object": updateStrategy RollingUpdate is not for source.adopt: '
-        "whoever makes the pods replaces them",
+        'spec.updateStrategy.type: Invalid value: "object": updateStrategy RollingUpdate is not for source.adopt and '
+        "source.dynamo: whoever makes the pods replaces them",
+    ),
+    (
+        EP,
+        ADOPTED
+        | {
+            "spec.source": {
+                "adopt": {"selector": SELECTOR},
+                "dynamo": {"url": "http://10.0.0.9:8001", "selector": SELECTOR},
+            }
+        },
+        f"spec.source: {EITHER}",
+    ),
+    (
+        EP,
+        dynamo(service={"name": "frontend"}),
+        'spec.source.dynamo: Invalid value: "object": exactly one of service and url must be set',
+    ),
+    (EP, dynamo(url=None), "exactly one of service and url must be set"),
+    (EP, dynamo(selector=None), "spec.source.dynamo.selector: Required value"),
+    (
+        EP,
+        dynamo() | {"spec.replicas": 2},
+        "spec.replicas: Forbidden: replicas is not for source.adopt and source.dynamo",
+    ),
+    (
+        EP,
+        dynamo() | {"spec.engine": {"type": "SGLang"}},
+        'spec.engine.type: Invalid value: "object": source.dynamo and engine.type Dynamo need each other',
+    ),
+    (EP, ADOPTED | {"spec.engine": {"type": "Dynamo"}}, "source.dynamo and engine.type Dynamo need each other"),
+    (
+        EP,
+        dynamo() | {"spec.routers": [{"name": "r", "type": "SGLangRouter", "url": "http://10.0.0.9:30001"}]},
+        "spec.routers: Forbidden: routers are not for source.dynamo: workers register with their frontend by "
+        "themselves",
+    ),
+    (
+        EP,
+        dynamo() | {"spec.active": 1},
+        "spec.active: Forbidden: active is not for source.dynamo: workers advertise no route by which they give memory "
+        "back",
     ),
     *(
         (
             EP,
             ADOPTED | {"spec.placement": placement},
-            "spec.placement: Forbidden: placement is not for source.adopt: whoever makes the pods places them",
+            "spec.placement: Forbidden: placement is not for source.adopt and source.dynamo: whoever makes the pods "
+            "places them",
         )
         for placement in (
             {"mode": "Pinned", "devices": gpus(("n1", 4))},
@@ -366,8 +429,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         (
             EP,
             ADOPTED | {f"spec.gate.{field}": value},
-            f"spec.gate.{field}: Forbidden: gate.{field} is not for source.adopt: the gate stands in the template of "
-            "whoever makes the pods",
+            f"spec.gate.{field}: Forbidden: gate.{field} is not for source.adopt and source.dynamo: the gate stands in "
+            "the template of whoever makes the pods",
         )
         for field, value in (
             ("image", "rlfleet:1"),
@@ -380,8 +443,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         (
             EP,
             ADOPTED | {f"spec.engine.{field}": value},
-            f"spec.engine.{field}: Forbidden: engine.{field} is not for source.adopt: command line and variables "
-            "stand in the template of whoever makes the pods",
+            f"spec.engine.{field}: Forbidden: engine.{field} is not for source.adopt and source.dynamo: command "
+            "line and variables stand in the template of whoever makes the pods",
         )
         for field, value in (
             ("args", ["--tp-size=2"]),
@@ -515,9 +578,15 @@ FROZEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         EP,
+        dynamo(),
+        {"source": {"dynamo": {"selector": {"matchLabels": {"app": "other"}}}}},
+        f"source.dynamo.selector is immutable: {POOL}",
+    ),
+    (
+        EP,
         ADOPTED,
         {"source": {"adopt": None, "template": {"spec": {"containers": [ENGINE]}}}, "gate": {"image": "rlfleet:1"}},
-        f"source can not change between template and adopt; {POOL}",
+        f"source can not change between template, adopt and dynamo; {POOL}",
     ),
     (
         RLP,

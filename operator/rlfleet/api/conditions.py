@@ -311,6 +311,23 @@ class Reason(_Documented):
     POD_PENDING = "PodPending", "an engine's pod is not scheduled or its containers do not start"
     DISRUPTED = "Disrupted", "the member's pod was evicted, preempted or drained by others, so the round dropped it"
     GATE_MISSING = "GateMissing", "a selected pod has no container named gate, so it is no engine"
+    DISCOVERY_UNREACHABLE = (
+        "DiscoveryUnreachable",
+        "a Dynamo frontend gave no whole list of its workers, so nothing is known of them; engines stay as they are",
+    )
+    DISCOVERY_REFUSED = (
+        "DiscoveryRefused",
+        "a Dynamo frontend lists its workers in a protocol version that this operator does not know",
+    )
+    WORKER_NOT_LISTED = (
+        "WorkerNotListed",
+        "a Dynamo worker runs, and its frontend does not list it, or not as healthy: it is closed and kept out",
+    )
+    WORKER_NOT_JOINED = (
+        "WorkerNotJoined",
+        "a listed Dynamo worker and a pod do not fit: no pod with a gate has it, or they contradict each other",
+    )
+    ROUTES_MISSING = "RoutesMissing", "a Dynamo worker does not advertise a route that its gate needs"
     SELECTORS_OVERLAP = "SelectorsOverlap", "two EnginePools want the same pod; the older one has it"
     NOT_REPLACED = "NotReplaced", "an adopted engine would be replaced if its pod were ours; somebody else must do it"
     BUDGET_FAILED = (

@@ -358,6 +358,7 @@ class Operator:
         if ctx is not None:
             if self._pools is not None:
                 await self._pools.close()
+            await ctx.frontends.close()
             await ctx.peers.close()
             if self._close_traces is not None:
                 await asyncio.to_thread(self._close_traces)

@@ -35,7 +35,8 @@ class Triggers:
             self._selectors.pop(key, None)
             self._adopts.pop(key, None)
         else:
-            adopt = ((spec.get("source") or {}).get("adopt") or {}).get("selector") or {}
+            source = spec.get("source") or {}
+            adopt = (source.get("adopt") or source.get("dynamo") or {}).get("selector") or {}
             if adopt.get("matchLabels"):
                 self._adopts[key] = adopt["matchLabels"]
             self._pipeline_of[(namespace, name)] = pipeline

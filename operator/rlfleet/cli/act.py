@@ -135,7 +135,7 @@ def drain(
 def refuse_empty_drain(name: str, spec: Obj, to: int) -> None:
     """CliError where nobody would go to sleep. How many engines an adopted pool has its spec does not say."""
     replicas = int(spec.get("replicas", 1))
-    if "adopt" not in spec["source"] and to >= replicas:
+    if "template" in spec["source"] and to >= replicas:
         raise CliError(
             f"EnginePool {name} has spec.replicas {replicas}: --to {to} would put nobody to sleep; give a smaller "
             "number",
@@ -165,7 +165,7 @@ def how_they_go(spec: Obj) -> str:
     placement = (spec.get("placement") or {}).get("mode", "Scheduler")
     # Adopted pods are never deleted.
     shrink = spec.get("shrink") or (
-        "Delete" if placement == "Scheduler" and "adopt" not in spec["source"] else "Offload"
+        "Delete" if placement == "Scheduler" and "template" in spec["source"] else "Offload"
     )
     return "lose their pods (spec.shrink Delete)" if shrink == "Delete" else "sleep and release their device memory"
 

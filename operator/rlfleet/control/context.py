@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlfleet.discovery.client import Frontends
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
@@ -24,6 +25,7 @@ from .elastic.memory import ElasticMemory
 from .queue import Kind, QueueKey
 from .repair.memory import RepairMemories
 from .rounds.memory import GateMemory
+from .workers import WorkerMemory
 
 if TYPE_CHECKING:
     from .keys import SigningKeys
@@ -216,6 +218,9 @@ class Context:
     claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
     elastic: ElasticMemory = field(default_factory=ElasticMemory)
+    frontends: Frontends = field(default_factory=Frontends)
+    """Dynamo frontends that pools name; closed by whoever made this."""
+    workers: WorkerMemory = field(default_factory=WorkerMemory)
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch by the apiserver's clock: the one that all operators share.

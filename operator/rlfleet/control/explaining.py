@@ -80,6 +80,7 @@ def _quiet(ctx: Context) -> Context:
         claims=ClaimMemory(),
         repairs=RepairMemories(),
         elastic=ElasticMemory(),
+        workers=ctx.workers.copy(),
     )
 
 

@@ -16,7 +16,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
-from rlfleet.control import pool_adopt, pool_gates, pool_pods, routers
+from rlfleet.control import pool_adopt, pool_gates, pool_pods, routers, workers
 from rlfleet.control.context import Context
 from rlfleet.control.pool_budget import ensure_budget, rolling
 from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers
@@ -32,7 +32,7 @@ from rlfleet.kube.errors import NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS, RLPIPELINES
 from rlfleet.plan import presets, template
-from rlfleet.plan.adopt import adopts, selector_of
+from rlfleet.plan.adopt import adopts, selector_of, source_of
 from rlfleet.plan.blocks import slots_of
 from rlfleet.plan.deletion import is_deleting
 from rlfleet.plan.demand import grants_of, held_devices
@@ -66,6 +66,7 @@ class PoolReconciler:
         self._memories: dict[tuple[str, str], PoolMemory] = {}
         self._routers = routers.RouterClients(timeout=ctx.settings.router_timeout, guard=ctx.guard)
         self._router_urls: dict[tuple[str, str], set[str]] = {}
+        self._frontends: dict[tuple[str, str], str] = {}
 
     async def close(self) -> None:
         """Close connections to routers."""
@@ -84,6 +85,7 @@ class PoolReconciler:
         except NotFound:
             self._memories.pop(key, None)
             self._router_urls.pop(key, None)
+            self._frontends.pop(key, None)
             ctx.metrics.pool(namespace, name, None, 0, None)
             return Done()
         memory = self._memories.get(key)
@@ -91,6 +93,7 @@ class PoolReconciler:
             memory = self._memories[key] = PoolMemory.of(pool)
         found = routers.resolve(pool, ctx.pods)
         await self._note_routers(key, found)
+        await self._note_frontend(key, pool)
         mine = await pool_adopt.find(ctx, pool)
         facts = self._facts(pool) if mine is None else [*mine.facts, *mine.ended]
         try:
@@ -124,7 +127,7 @@ class PoolReconciler:
         memory: PoolMemory,
         mine: pool_adopt.Found | None,
     ) -> Result:
-        ctx, now = self._ctx, self._ctx.clock.monotonic()
+        ctx = self._ctx
         problems = [*found.problems, *(mine.problems if mine is not None else ())]
         valid = mine is None
         try:
@@ -141,11 +144,15 @@ class PoolReconciler:
         problems += await ensure_budget(ctx, pool, facts, memory, vacated=vacated)
         if pipeline is not None:
             await pool_gates.observe(ctx, pool, pipeline, facts, found, memory)
-            now = ctx.clock.monotonic()
+        seen = await workers.observe(ctx, pool, facts, memory)
+        facts, now = seen.facts, ctx.clock.monotonic()
+        problems += seen.problems
         failed, lost = memory.see(facts, now)
+        for fact in lost:
+            ctx.workers.forget(fact.uid)
         pool_pods.report_endings(ctx, pool, failed, lost)
 
-        out = pool_pods.Outcome(problems=problems)
+        out = pool_pods.Outcome(problems=problems, unknown=seen.unknown)
         fence = int(status.get("fence") or 0)
         slots = slots_of(pool, pipeline)
         owned = bool(status.get("activeOperation"))
@@ -258,6 +265,11 @@ class PoolReconciler:
         self._router_urls[key] = {e.url for e in found.endpoints}
         await self._routers.keep_only(set().union(*self._router_urls.values()))
 
+    async def _note_frontend(self, key: tuple[str, str], pool: Obj) -> None:
+        if workers.dynamo_of(pool) is not None:
+            self._frontends[key] = workers.frontend_url(pool)
+            await self._ctx.frontends.keep_only(set(self._frontends.values()))
+
     # ------------------------------------------------------------------------------------------ reporting
 
     async def _report(
@@ -291,7 +303,8 @@ class PoolReconciler:
             problems=tuple(dict.fromkeys(out.problems)),
             waits=(*plan.waits, *sleep.waits, *out.waits),
             selector=",".join(f"{k}={v}" for k, v in sorted(selector_of(pool).items())),
-            adopted=adopts(pool),
+            source=source_of(pool),
+            unknown=out.unknown,
             replaces=(((pipeline or {}).get("spec") or {}).get("sync") or {}).get("onFailure") == "Replace",
             rolling=is_rolling(pool),
             awake=sleep.awake,

@@ -13,7 +13,7 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS
-from rlfleet.plan.adopt import Adopted, adopted, adopts, indices, selector_of
+from rlfleet.plan.adopt import Adopted, adopted, adopts, indices, selector_of, source_of
 from rlfleet.plan.drops import is_closed
 from rlfleet.plan.lifecycle import PodFact, adopted_fact
 from rlfleet.plan.pool_status import Problem
@@ -46,17 +46,17 @@ async def find(ctx: Context, pool: Obj) -> Found | None:
     places = indices(got.pods)
     facts = tuple(adopted_fact(p, places[p["metadata"]["uid"]]) for p in got.pods)
     ended = tuple(adopted_fact(p, -1) for p in got.ended)
-    return Found(facts, ended, tuple(_problems(meta["name"], got)))
+    return Found(facts, ended, tuple(_problems(meta["name"], source_of(pool), got)))
 
 
-def _problems(name: str, got: Adopted) -> list[Problem]:
+def _problems(name: str, source: str, got: Adopted) -> list[Problem]:
     found = []
     lost = [c for c in got.contested if not c[2]]
     for pod, other, has in [*lost[:1], *[c for c in got.contested if c[2]][:1]]:
         more = f" and {len(got.contested) - 1} more pods" if len(got.contested) > 1 else ""
         text = (
             f"EnginePools {name} and {other} both select pod {pod}{more}; {name if has else other} has it. Make "
-            "spec.source.adopt.selector of one of them narrower, in another EnginePool"
+            f"spec.source.{source}.selector of one of them narrower, in another EnginePool"
         )
         # Whoever gets a pod goes on with it; whoever does not is not what its spec says.
         found.append(Problem(Reason.SELECTORS_OVERLAP, text, stops=not has))

@@ -44,6 +44,8 @@ class Outcome:
     retry: bool = False
     waits: tuple[tuple[Reason, str], ...] = ()
     """What a rolling update does or waits for."""
+    unknown: Problem | None = None
+    """Why nothing is known of the engines from discovery."""
 
 
 def _client(ctx: Context, priority: Priority) -> KubeClient:

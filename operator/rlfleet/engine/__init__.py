@@ -7,6 +7,7 @@ from typing import Final
 
 from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, EngineAdapter, Facts, View
+from rlfleet.engine.dynamo import DynamoAdapter
 from rlfleet.engine.sglang import SGLangAdapter
 from rlfleet.engine.vllm import VLLMAdapter
 
@@ -16,6 +17,7 @@ __all__ = [
     "CallError",
     "Capability",
     "Checksum",
+    "DynamoAdapter",
     "EngineAdapter",
     "Facts",
     "NoAnswer",
@@ -31,6 +33,7 @@ __all__ = [
 #: Adapters by engine type, as EnginePool.spec.engine.type and the gate's RLFLEET_ENGINE_TYPE spell it. Each takes the
 #: engine's URL, the users' key and the key of its control paths (None where the engine was given none).
 ADAPTERS: Final[Mapping[str, Callable[[str, str | None, str | None], EngineAdapter]]] = {
+    "Dynamo": lambda url, _, __: DynamoAdapter(url),
     "SGLang": lambda url, api_key, admin_key: SGLangAdapter(url, api_key=api_key, admin_key=admin_key),
     "VLLM": lambda url, api_key, admin_key: VLLMAdapter(url, api_key=api_key, admin_key=admin_key),
 }

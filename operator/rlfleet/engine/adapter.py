@@ -71,6 +71,8 @@ class View:
     model: str | None = None
     running: int | None = None
     waiting: int | None = None
+    instance: str | None = None
+    """What the engine calls its own process, where its kind tells one process from the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,7 @@ async def resume(ctx: GateContext, request: OperationRequest) -> Result:
     if view.label is None:
         raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine does not tell its weight label")
     await check_resume(ctx, request)  # the label may just have voided the proof
+    rules.same_instance(ctx.store.engine_instance, view.instance)
     ctx.store.paused = False
     try:
         await ctx.engine.adapter.resume()

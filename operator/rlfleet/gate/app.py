@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 
 from rlfleet import __version__
@@ -17,12 +18,13 @@ from rlfleet.api.wire import (
 from rlfleet.devices import Devices, of_pod
 from rlfleet.engine import View, make_adapter
 from rlfleet.gate.admission import AdmissionControl
-from rlfleet.gate.closing import UnprovenCloser, WedgeWatch
+from rlfleet.gate.closing import ProcessWatch, UnprovenCloser, WedgeWatch
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.links import EngineLink, Routers
 from rlfleet.gate.metrics import GateMetrics
 from rlfleet.gate.operations import Operations
+from rlfleet.gate.rules import is_another_process
 from rlfleet.gate.staging import StagingArea
 from rlfleet.gate.startup import StartupPromise
 from rlfleet.gate.store import Store
@@ -67,7 +69,8 @@ class Gate:
         self.operations.recover()
         await asyncio.to_thread(self.ctx.area.recover, self.store.staging)
         self.ctx.metrics.fence.set(self.store.fence.generation)
-        runs = (self.startup.run(), self._closer.run(), WedgeWatch(self.operations).run())
+        watch = ProcessWatch(self.store, self._look)
+        runs = (self.startup.run(), self._closer.run(), WedgeWatch(self.operations).run(), watch.run())
         self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -111,7 +114,27 @@ class Gate:
         return self.operations.in_flight is not None or self.operations.uncertain
 
     async def _observe(self) -> tuple[View, EngineReport]:
-        return await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
+        view, report = await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
+        self._recognise(view)
+        return view, report
+
+    async def _look(self) -> None:
+        await self._observe()
+
+    def _recognise(self, view: View) -> None:
+        """Meet another engine process than before, where processes tell who they are. Nothing is awaited in here."""
+        known, told = self.store.engine_instance, view.instance
+        # An operation that runs still ends for the process before this one; afterwards it is looked at again.
+        if told is None or told == known or self.operations.in_flight is not None:
+            return
+        again = is_another_process(known, told) and self.store.incarnation is not None
+        with self.store.transaction():
+            if again:
+                self.store.forget_process(secrets.token_hex(16))
+            self.store.engine_instance = told
+        if again:
+            log.error("another engine process answers", extra={"incarnation": self.store.incarnation})
+            self.ctx.engine.forget()
 
     async def fence(self, body: FenceRequest) -> GateStatus:
         """Store the fence, then tell everything that a new owner must know."""

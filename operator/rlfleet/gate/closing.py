@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from rlfleet.calls import CallError
 from rlfleet.gate.errors import GateError
@@ -44,6 +45,24 @@ class UnprovenCloser:
                 except (CallError, GateError) as e:
                     log.warning("the engine could not be closed yet: %s", e)
             await asyncio.sleep(LOOK_SECONDS if settled else START_SECONDS)
+
+
+class ProcessWatch:
+    """Looks at an engine that tells one process from the next, without being asked: a new one serves unproven weights.
+
+    ``look``: observes the engine, and forgets what the record says of a process that is not there any more.
+    """
+
+    def __init__(self, store: Store, look: Callable[[], Awaitable[None]]) -> None:
+        self._store = store
+        self._look = look
+
+    async def run(self) -> None:
+        """Look again and again, once the engine has said who it is."""
+        while True:
+            if self._store.engine_instance is not None:
+                await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 class WedgeWatch:

@@ -120,6 +120,7 @@ class EngineLink:
             model=view.model or (facts.model if facts else None),
             refused=facts.refused if facts else None,
             guarded=guarded,
+            instance=view.instance,
         )
 
     async def _see_guarded(self) -> bool | None:

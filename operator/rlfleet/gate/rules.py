@@ -51,6 +51,14 @@ def is_another_process(known: str | None, told: str | None, past: Sequence[str] 
     return known is not None and told is not None and known != told and told not in past
 
 
+def same_instance(known: str | None, told: str | None) -> None:
+    """The process that answers is the one whose weights the record is about, where processes tell who they are."""
+    if known is not None and known != told:
+        raise GateError(
+            ErrorReason.IDENTITY_MISMATCH, f"the record is about instance {known}, instance {told or 'unknown'} answers"
+        )
+
+
 def same_order(op_id: str, kind: str, known: str, asked: str) -> None:
     """The same id asked again must be the same order (``known`` and ``asked`` are canonical texts)."""
     if known != asked:

@@ -151,6 +151,16 @@ class Store:
         self._put("pastProcesses", list(value)[-PAST_PROCESSES:])
 
     @property
+    def engine_instance(self) -> str | None:
+        """What the engine called its own process when it last said so; None: it never did."""
+        value: str | None = self._get("engineInstance")
+        return value
+
+    @engine_instance.setter
+    def engine_instance(self, value: str) -> None:
+        self._put("engineInstance", value)
+
+    @property
     def paused(self) -> bool:
         """A pause was verified and no resume was asked since. Says nothing while the engine admits requests."""
         return bool(self._get("paused"))

@@ -32,16 +32,22 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _TAIL = re.compile(r"-([0-9]{1,6})$")
 
 
+def source_of(pool: Pool) -> str:
+    """Which of spec.source the pool's engines come from: template, adopt or dynamo."""
+    source = pool["spec"].get("source") or {}
+    return next((name for name in ("adopt", "dynamo") if source.get(name)), "template")
+
+
 def adopts(pool: Pool) -> bool:
     """The pool's engines are pods that somebody else makes."""
-    return bool((pool["spec"].get("source") or {}).get("adopt"))
+    return source_of(pool) != "template"
 
 
 def selector_of(pool: Pool) -> Mapping[str, str]:
     """Labels that all pods of the pool carry, whoever makes them."""
     if not adopts(pool):
         return {labels.POOL: str(pool["metadata"]["name"])}
-    found: Mapping[str, str] = pool["spec"]["source"]["adopt"]["selector"]["matchLabels"]
+    found: Mapping[str, str] = pool["spec"]["source"][source_of(pool)]["selector"]["matchLabels"]
     return found
 
 

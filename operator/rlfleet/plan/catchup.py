@@ -81,6 +81,7 @@ def needs(e: Engine, committed: Committed | None, pipeline: str) -> bool:
         and not e.gone
         and not e.dropped
         and can_join(e)
+        and not e.undiscovered
         and e.status is not None
         and e.status.pipeline in ("", pipeline)
         and not e.status.in_flight

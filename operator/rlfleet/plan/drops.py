@@ -51,7 +51,7 @@ def is_closed(e: Engine) -> bool:
 
 def to_close(e: Engine) -> bool:
     """A round that owns it closes it: it is to go, to sleep or to be out of service, and is not proven closed."""
-    unwelcome = e.unwanted or e.resting or e.quarantined
+    unwelcome = e.unwanted or e.resting or e.shut
     return unwelcome and not e.gone and not e.leaving and e.status is not None and not is_closed(e)
 
 

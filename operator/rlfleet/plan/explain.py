@@ -141,6 +141,8 @@ def _why_not(e: Engine) -> str:
         return "its pool wants fewer engines"
     if e.quarantined:
         return "a person keeps it out of service (rlfleet release)"
+    if e.kept_out:
+        return f"Dynamo's discovery keeps it out of service ({e.kept_out})"
     if e.resting:
         return "it sleeps, or is to sleep (spec.active, or a demand of the trainer)"
     if e.status is None:
@@ -153,6 +155,8 @@ def _why_not(e: Engine) -> str:
         return "its engine process is not up"
     if is_touched(e.status):
         return "its device memory is released: it must be woken first"
+    if e.undiscovered:
+        return f"nothing is known of it from discovery ({e.undiscovered}): it counts against maxUnavailable"
     if is_blocked(e):
         return "an operation at its gate runs on or has no known end: it counts against maxUnavailable"
     if not (is_known(e.status) or e.status.holds or e.status.loads):

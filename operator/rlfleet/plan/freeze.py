@@ -63,7 +63,7 @@ def freeze(
         more = f" and {len(silent)} do not answer" if silent else ""
         names = "; ".join(f"{e.name}: {_why_blocked(e)}" for e in blocked[:8])
         return Refusal(
-            Reason.UNCERTAIN,
+            Reason.DISCOVERY_UNREACHABLE if all(e.undiscovered for e in blocked) else Reason.UNCERTAIN,
             f"{len(blocked)} of {len(live)} engines can not take part ({names}){more}; maxUnavailable allows {limit}, "
             "and somebody must be left. Sync again once they have healed or been replaced, or delete these pods",
         )
@@ -90,6 +90,8 @@ def freeze(
 
 def _why_blocked(e: Engine) -> str:
     assert e.status is not None
+    if e.undiscovered:
+        return f"nothing is known of it from discovery: {e.undiscovered}"
     if e.status.wedged:
         return "it hangs in a rendezvous that never came about"
     if e.status.in_flight is not None:

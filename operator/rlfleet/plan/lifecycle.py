@@ -83,6 +83,8 @@ class PodFact:
     """It bears the label that an InferencePool selects."""
     quarantine: str | None = None
     """Why a person keeps it out of service; None: nobody does."""
+    withheld: tuple[Reason, str] | None = None
+    """Why Dynamo's discovery keeps it out of service; None: it does not."""
     tls: bool = False
     """Its gate serves TLS."""
     process: str = ""
@@ -278,6 +280,10 @@ def _observe(
         return _sleeping(gate, sleep)
     if pod.quarantine is not None:
         return Derived(EngineState.QUARANTINED, Reason.QUARANTINE_REQUESTED, pod.quarantine)
+    if pod.withheld is not None:
+        # One that has never held anything of ours is on its way, however long that takes.
+        fresh = gate.holds is None and not gate.loads
+        return Derived(EngineState.LOADING if fresh else EngineState.QUARANTINED, *pod.withheld)
     return _serving(gate, committed, routers)
 
 

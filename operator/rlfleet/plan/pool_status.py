@@ -79,12 +79,19 @@ class Observed:
     elastic: Elastic = field(default_factory=Elastic)
     selector: str = ""
     """Label selector of the pool's pods, as text."""
-    adopted: bool = False
-    """Somebody else makes the pods."""
+    source: str = "template"
+    """Which of spec.source the engines come from."""
+    unknown: Problem | None = None
+    """Why nothing is known of the engines from Dynamo's discovery."""
     replaces: bool = False
     """spec.sync.onFailure of the pipeline is Replace."""
     rolling: bool = False
     """The operator itself replaces pods of an earlier template."""
+
+    @property
+    def adopted(self) -> bool:
+        """Somebody else makes the pods."""
+        return self.source != "template"
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -123,6 +130,7 @@ def entry(row: Row, observed: Observed) -> dict[str, Any]:
         "fence": gate.fence.generation if gate and gate.fence.generation else None,
         "routed": routed(row, observed.routers),
         "failure": row.derived.failure[:_MAX_FAILURE] if row.derived.reason not in _NORMAL else None,
+        "instance": gate.engine.instance if gate else None,
         "loadingSince": row.loading_since,
     }
     return {k: v for k, v in found.items() if v is not None and v != ""}
@@ -216,13 +224,15 @@ def _ready(o: Observed, rows: Sequence[Row], counts: Mapping[EngineState, int]) 
     asleep = counts[EngineState.OFFLOADED]
     text = f"{active} of {wanted} engines are active" + (f", {asleep} sleep" if asleep else "")
     if o.adopted and o.replicas == 0:
-        message = f"no pod with a gate carries the labels of spec.source.adopt.selector ({o.selector})"
+        message = f"no pod with a gate carries the labels of spec.source.{o.source}.selector ({o.selector})"
         return type_, ConditionStatus.FALSE, Reason.NO_ENGINES, message
     if o.replicas == 0:
         return type_, ConditionStatus.TRUE, Reason.NO_ENGINES, "spec.replicas is 0"
     if wanted == 0:
         return type_, ConditionStatus.TRUE, Reason.ENGINES_OFFLOADED, f"no engine is to be awake, {asleep} sleep"
     if active >= wanted:
+        if o.unknown is not None:
+            return type_, ConditionStatus.UNKNOWN, o.unknown.reason, o.unknown.message
         if silent:
             return type_, ConditionStatus.UNKNOWN, Reason.GATES_UNREACHABLE, f"{silent} gates do not answer"
         return type_, ConditionStatus.TRUE, Reason.ALL_ENGINES_ACTIVE, text
@@ -332,7 +342,9 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     if o.pipeline_deleting:
         problems.insert(0, Problem(Reason.PIPELINE_DELETING, _DELETING))
     spent = [r for r in rows if r.derived.reason is Reason.CATCH_UP_EXHAUSTED]
-    quarantined = [r for r in rows if r.derived.state is EngineState.QUARANTINED and r not in spent]
+    withheld = [r for r in rows if r.pod.withheld is not None and r.derived.reason is r.pod.withheld[0]]
+    shut = [r for r in rows if r.derived.state is EngineState.QUARANTINED]
+    quarantined = [r for r in shut if r not in spent and r not in withheld]
     # What a person has to do comes first; a pod in quarantine by a person waits for that person.
     asked = Reason.QUARANTINE_REQUESTED
     helpless = [r for r in quarantined + spent if r.derived.reason is not asked] if o.adopted and o.replaces else []
@@ -346,6 +358,11 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
     if spent:
         text = f"{len(spent)} engines, among them {spent[0].pod.name}: {spent[0].derived.message}"
         problems.append(Problem(Reason.CATCH_UP_EXHAUSTED, text))
+    if withheld:
+        first = withheld[0]
+        assert first.derived.reason is not None
+        text = f"{len(withheld)} engines, among them {first.pod.name}: {first.derived.message}"
+        problems.append(Problem(first.derived.reason, text))
     if quarantined:
         first = quarantined[0]
         name = first.pod.name if o.adopted else naming.engine_name(o.pool, first.pod.index)

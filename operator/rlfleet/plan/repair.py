@@ -72,7 +72,7 @@ def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act
         # Nobody deletes its pod, so it does not go by itself: it is left closed.
         return None if is_closed(e) else (Act.CLOSE, doubtful)
     if at_committed(e, committed):
-        if e.unwanted or e.resting or e.quarantined or not caught_up(e, committed):
+        if e.unwanted or e.resting or e.shut or e.undiscovered or not caught_up(e, committed):
             return None  # plan.elastic or plan.quarantine sees to it; another checksum is a CatchUp's business
         if s.engine.paused is not False:
             return Act.RESUME, doubtful

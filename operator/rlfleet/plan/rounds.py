@@ -91,6 +91,12 @@ class Engine:
     """It is to sleep, whether it does already or not (plan.elastic.wish)."""
     quarantined: bool = False
     """A person keeps it out of service (plan.quarantine)."""
+    kept_out: str = ""
+    """Why Dynamo's discovery keeps it out of service: a reason, then what is known; empty: it does not."""
+    undiscovered: str = ""
+    """Why nothing is known of it from Dynamo's discovery now; empty: what is known is known."""
+    address: str = ""
+    """IP address of its pod; empty while it has none."""
     draining: bool = False
     """Its pool has taken it out of the routers between rounds, to replace its pod. A round may still use it."""
     owned: bool = True
@@ -108,7 +114,12 @@ class Engine:
     @property
     def dropped(self) -> bool:
         """It leaves, sleeps or is shut on purpose, or is to: no round takes it along, and none waits for it."""
-        return self.leaving or self.unwanted or self.resting or self.quarantined
+        return self.leaving or self.unwanted or self.resting or self.shut
+
+    @property
+    def shut(self) -> bool:
+        """It is kept out of service, by a person or by Dynamo's discovery: closed, and a member of no round."""
+        return self.quarantined or bool(self.kept_out)
 
     @property
     def incarnation(self) -> str:
@@ -211,7 +222,9 @@ def is_known(gate: GateStatus) -> bool:
 def is_blocked(e: Engine) -> bool:
     """The gate answers, but an operation there runs on or has no known end: it takes no order but Pause and Close.
 
+    Or nothing is known of the engine from discovery: it may have been taken out of service, so no round opens it.
+
     So it is with an engine that hangs in a rendezvous with a trainer that died. Whoever asks has waited already for
     operations that end by themselves (the takeover barrier).
     """
-    return e.status is not None and (e.status.uncertain or e.status.in_flight is not None)
+    return e.status is not None and (e.status.uncertain or e.status.in_flight is not None or bool(e.undiscovered))

@@ -324,6 +324,7 @@ def abort(plan: RoundPlan, engines: Mapping[str, Engine], committed: Committed |
         if (name, e.pod_uid) not in members
         and not e.gone
         and not e.dropped
+        and not e.undiscovered
         and e.status is not None
         and e.status.engine.paused is True
         and not e.status.uncertain

@@ -180,7 +180,7 @@ def _pool(obj: Obj, fence: int, ways: Mapping[tuple[str, str], str]) -> Pool:
     return Pool(
         name=name,
         # Of adopted pods the spec says no number: whoever makes them scales them.
-        replicas=pods if "adopt" in spec["source"] else int(spec.get("replicas", 1)),
+        replicas=int(spec.get("replicas", 1)) if "template" in spec["source"] else pods,
         active=spec.get("active"),
         counts=counts,
         versions=tuple(dict(v) for v in status.get("versions") or ()),

@@ -38,6 +38,7 @@ class EngineType(StrEnum):
 
     SGLANG = "SGLang"
     VLLM = "VLLM"
+    DYNAMO = "Dynamo"
 
 
 class PlacementMode(StrEnum):
@@ -74,7 +75,8 @@ class EngineSpec(Spec):
     )
     port: Port = Field(
         default=30000,
-        description="Port of the engine's HTTP server; also the port under which routers know it.",
+        description="Port of the engine's HTTP server; also the port under which routers know it. Dynamo: of the "
+        "worker's system server (DYN_SYSTEM_PORT).",
         json_schema_extra=immutable("engine.port", NEW_POOL),
     )
     gpus_per_engine: int = Field(
@@ -303,7 +305,7 @@ class EnginePoolSpec(Spec):
         ge=0,
         le=1024,
         description="How many engines there should be, awake or asleep. 0 is legal; kubectl scale changes it. Not with "
-        "source.adopt.",
+        "source.adopt or source.dynamo.",
     )
     active: Annotated[int, Field(ge=0, le=1024)] | None = Field(
         default=None,

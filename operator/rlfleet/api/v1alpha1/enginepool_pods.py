@@ -13,9 +13,12 @@ from pydantic import ConfigDict, Field
 from rlfleet.api.v1alpha1.common import (
     COUNT_OR_PERCENT,
     MAX_EXACT,
+    UNIQUE,
     LabelSelector,
+    ObjectName,
     Port,
     Spec,
+    Url,
     immutable,
     rule,
     rules,
@@ -43,15 +46,56 @@ class Adopt(Spec):
     )
 
 
+class DynamoService(Spec):
+    """A Service in the pool's namespace."""
+
+    name: ObjectName = Field(description="Name of the Service.")
+    port: Port = Field(default=8001, description="Its port for discovery (DYN_RL_PORT of the frontend).")
+
+
+class Dynamo(Spec):
+    """Workers that a Dynamo frontend lists, in pods that somebody else makes."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("has(self.service) != has(self.url)", "exactly one of service and url must be set"),
+        )
+    )
+
+    service: DynamoService | None = Field(
+        default=None, description="The frontend's discovery listener (GET /v1/rl/workers), as a Service."
+    )
+    url: Url | None = Field(
+        default=None,
+        description="Base URL of a discovery listener that is no Service of this namespace, for instance "
+        "http://10.0.0.9:8001.",
+    )
+    selector: LabelSelector = Field(
+        description="Selects the pods that may run workers, in the pool's namespace. Each must run the gate, in a "
+        "container named gate. A pod whose worker is not listed stays an engine, and closed: what is not listed is "
+        "not gone.",
+        json_schema_extra=immutable("source.dynamo.selector", NEW_POOL),
+    )
+    components: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
+        default=(),
+        max_length=16,
+        description="Only workers of these Dynamo components count; empty: of all that the frontend lists.",
+        json_schema_extra=UNIQUE,
+    )
+
+
 class Source(Spec):
     """Where engines come from."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            rule("has(self.template) != has(self.adopt)", "exactly one of template and adopt must be set"),
             rule(
-                "has(self.adopt) == has(oldSelf.adopt)",
-                f"source can not change between template and adopt; {NEW_POOL}",
+                "[has(self.template), has(self.adopt), has(self.dynamo)].filter(x, x).size() == 1",
+                "exactly one of template, adopt and dynamo must be set",
+            ),
+            rule(
+                "has(self.adopt) == has(oldSelf.adopt) && has(self.dynamo) == has(oldSelf.dynamo)",
+                f"source can not change between template, adopt and dynamo; {NEW_POOL}",
             ),
         )
     )
@@ -65,6 +109,11 @@ class Source(Spec):
         default=None,
         description="Engines are pods that somebody else makes, with the gate in their own template. The operator "
         "never creates, deletes or resizes them.",
+    )
+    dynamo: Dynamo | None = Field(
+        default=None,
+        description="Engines are workers that a Dynamo frontend lists, driven by gates in their pods. The operator "
+        "never creates, deletes or resizes the pods.",
     )
 
 
@@ -101,7 +150,8 @@ class Gate(Spec):
 
     image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
         default=None,
-        description="Container image with the rlfleet gate. Needed with source.template; adopted pods bring their own.",
+        description="Container image with the rlfleet gate. Needed with source.template; pods that somebody else makes "
+        "bring their own.",
     )
     image_pull_policy: PullPolicy | None = Field(
         default=None, description="When the image is pulled; absent: Kubernetes decides by the image's tag."
@@ -178,18 +228,20 @@ class DisruptionBudget(Spec):
     )
 
 
-#: Rules of the whole spec about whose pods the engines are.
+_FOREIGN = "(has(self.source.adopt) || has(self.source.dynamo))"
+#: Rules of the whole spec about whose pods the engines are. Only source.template has pods of the operator's making.
 POD_RULES = (
     rule(
-        "has(self.source.adopt) || has(self.gate.image)",
+        "!has(self.source.template) || has(self.gate.image)",
         "source.template needs gate.image",
         at=".gate",
         reason="FieldValueRequired",
     ),
     *(
         rule(
-            f"!has(self.source.adopt) || !has(self.gate.{name})",
-            f"gate.{name} is not for source.adopt: the gate stands in the template of whoever makes the pods",
+            f"!{_FOREIGN} || !has(self.gate.{name})",
+            f"gate.{name} is not for source.adopt and source.dynamo: the gate stands in the template of whoever "
+            "makes the pods",
             at=f".gate.{name}",
             reason="FieldValueForbidden",
         )
@@ -197,9 +249,9 @@ POD_RULES = (
     ),
     *(
         rule(
-            f"!has(self.source.adopt) || {absent}",
-            f"engine.{name} is not for source.adopt: command line and variables stand in the template of "
-            "whoever makes the pods",
+            f"!{_FOREIGN} || {absent}",
+            f"engine.{name} is not for source.adopt and source.dynamo: command line and variables stand in the "
+            "template of whoever makes the pods",
             at=f".engine.{name}",
             reason="FieldValueForbidden",
         )
@@ -210,26 +262,43 @@ POD_RULES = (
         )
     ),
     rule(
-        "!has(self.source.adopt) || self.replicas == 1",
-        "replicas is not for source.adopt: whoever makes the pods scales them; leave it out",
+        f"!{_FOREIGN} || self.replicas == 1",
+        "replicas is not for source.adopt and source.dynamo: whoever makes the pods scales them; leave it out",
         at=".replicas",
         reason="FieldValueForbidden",
     ),
     rule(
-        "!has(self.source.adopt) || !has(self.shrink) || self.shrink == 'Offload'",
-        "source.adopt needs shrink Offload: adopted pods are never deleted",
+        f"!{_FOREIGN} || !has(self.shrink) || self.shrink == 'Offload'",
+        "source.adopt and source.dynamo need shrink Offload: pods that somebody else makes are never deleted",
         at=".shrink",
     ),
     rule(
-        "!has(self.source.adopt) || self.updateStrategy.type == 'OnDelete'",
-        "updateStrategy RollingUpdate is not for source.adopt: whoever makes the pods replaces them",
+        f"!{_FOREIGN} || self.updateStrategy.type == 'OnDelete'",
+        "updateStrategy RollingUpdate is not for source.adopt and source.dynamo: whoever makes the pods replaces them",
         at=".updateStrategy.type",
     ),
     rule(
-        "!has(self.source.adopt) || (self.placement.mode == 'Scheduler' && !has(self.placement.nodes) && "
+        f"!{_FOREIGN} || (self.placement.mode == 'Scheduler' && !has(self.placement.nodes) && "
         "!has(self.placement.packDomain))",
-        "placement is not for source.adopt: whoever makes the pods places them",
+        "placement is not for source.adopt and source.dynamo: whoever makes the pods places them",
         at=".placement",
+        reason="FieldValueForbidden",
+    ),
+    rule(
+        "has(self.source.dynamo) == (self.engine.type == 'Dynamo')",
+        "source.dynamo and engine.type Dynamo need each other",
+        at=".engine.type",
+    ),
+    rule(
+        "!has(self.source.dynamo) || !has(self.routers) || self.routers.size() == 0",
+        "routers are not for source.dynamo: workers register with their frontend by themselves",
+        at=".routers",
+        reason="FieldValueForbidden",
+    ),
+    rule(
+        "!has(self.source.dynamo) || !has(self.active)",
+        "active is not for source.dynamo: workers advertise no route by which they give memory back",
+        at=".active",
         reason="FieldValueForbidden",
     ),
 )

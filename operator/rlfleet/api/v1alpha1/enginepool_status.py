@@ -89,6 +89,11 @@ class EngineEntry(Status):
         description="Whether every router lists it; absent when that is unknown or the pool has no router.",
     )
     failure: ShortText | None = Field(default=None, description="What is wrong with it: a reason, then what is known.")
+    instance: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None,
+        description="What the engine calls its own process. Dynamo: the instance id of its worker, as text, because "
+        "it is an unsigned 64-bit number.",
+    )
     loading_since: Time | None = Field(
         default=None,
         description="Since when it is awake and closed (Loading); absent once it is anything else. Condition "
@@ -149,8 +154,8 @@ class EnginePoolStatus(Status):
     admission_guarantee: Literal["Enforced", "DetectOnly"] | None = Field(
         default=None,
         description="Enforced: an engine is never routed before it is proven to hold the committed version. DetectOnly "
-        "(adopted pods): an engine that restarts in place may serve what it started with until that is detected and it "
-        "is closed, a poll later.",
+        "(adopted pods, Dynamo workers): an engine that restarts in place may serve what it started with until that "
+        "is detected and it is closed, a poll later.",
     )
     conditions: ConditionList = Field(
         default=(),

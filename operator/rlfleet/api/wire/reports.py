@@ -40,6 +40,11 @@ class EngineReport(Report):
     guarded: bool | None = Field(
         default=None, description="the engine was seen to refuse a control call that does not carry its admin key"
     )
+    instance: str | None = Field(
+        default=None,
+        description="what the engine calls its own process (Dynamo: its instance id in decimal); another one than "
+        "before is another engine process",
+    )
 
 
 class HoldsRecord(Report):

@@ -30,7 +30,7 @@ def _cluster(rank: int) -> str:
 
 def _size(pool: EnginePool) -> int:
     """How many engines it has: of adopted pods, whose number the spec does not say, those that are there."""
-    return pool.spec.replicas if pool.spec.source.adopt is None else pool.status.replicas
+    return pool.spec.replicas if pool.spec.source.template is not None else pool.status.replicas
 
 
 class Ranks:

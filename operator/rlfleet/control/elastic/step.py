@@ -17,7 +17,7 @@ from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.plan.demand import held_devices, progress_row
 from rlfleet.plan.elastic import plan_elastic, unmoved
-from rlfleet.plan.quarantine import plan_quarantine, to_close
+from rlfleet.plan.quarantine import plan_quarantine, to_close, why_shut
 from rlfleet.plan.rounds import has_weights
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ async def step(ctx: Context, ledger: Ledger, view: PipelineView, preempted: Pree
     view.unmoved = trouble_of(problems) or plan.trouble
     work = ElasticWork(ctx, ledger, view, fleet, cache_ready=cache_ready)
     if out:
-        what = f"{', '.join(out[:4])} closed: a person keeps them out of service"
-        await work.shut(out, working=(Reason.QUARANTINE_REQUESTED, what), preempted=preempted)
+        await work.shut(out, working=why_shut([engines[n] for n in out]), preempted=preempted)
         return Step(acted=True)
     if not names or plan.waits is None:
         return Step(working=plan.waits, again=again)

@@ -338,7 +338,7 @@ class Executor:
 
     def _takes_part(self, m: Member) -> bool:
         e = self.fleet.engines.get(m.engine)
-        return e is not None and e.pod_uid == m.pod_uid and not (e.unwanted or e.resting or e.quarantined)
+        return e is not None and e.pod_uid == m.pod_uid and not (e.unwanted or e.resting or e.shut)
 
     def load_deadline(self) -> float:
         """Loop time at which waiting for loads ends: it leaves time to prove those that have ended."""

@@ -20,6 +20,8 @@ from rlfleet.control.claims import read_allocations
 from rlfleet.control.peers import Caller, Peer, Refused, Silent, fan_out
 from rlfleet.control.rounds.pods import engine_of, gate_peer, is_gone, is_owned, made_by
 from rlfleet.control.rounds.results import POLL_SECONDS, Ended
+from rlfleet.control.workers import listings, stand
+from rlfleet.discovery.client import Unknown
 from rlfleet.kube.errors import ApiError, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import ENGINEPOOLS, PODS
@@ -27,6 +29,7 @@ from rlfleet.plan.adopt import adopted, adopts, believed, engine_process, indice
 from rlfleet.plan.demand import grants_of, held_devices
 from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
+from rlfleet.plan.dynamo import Listing
 from rlfleet.plan.elastic import ceiling, last_asleep, last_draining, wish
 from rlfleet.plan.identity import is_poisoned
 from rlfleet.plan.lifecycle import disruption_of, pod_fact
@@ -72,6 +75,8 @@ class Fleet:
     """Adopted engines: what the kubelet calls the containers that run now, by pod name."""
     owed: int = 0
     """Engines that are to be awake and have no pod yet."""
+    workers: dict[str, Listing | Unknown] = field(default_factory=dict)
+    """What Dynamo frontends said last, by pool."""
 
     @classmethod
     def of(cls, ctx: Context, ledger: Ledger) -> Fleet:
@@ -120,6 +125,7 @@ class Fleet:
                 self.peers[engine.name] = peer
             if engine.leaving:
                 self.departing[engine.pod_uid] = disruption_of(pod)
+        await self._discover()
         self.ctx.gates.forget(self.pipeline_uid, {e.pod_uid for e in self.engines.values()})
         self.rest()
 
@@ -163,8 +169,16 @@ class Fleet:
             return status
         return believed(status, self.processes[name])
 
+    async def _discover(self) -> None:
+        """Ask Dynamo frontends for their workers; once per look at the engines, so before each phase of a round."""
+        self.workers = await listings(
+            self.ctx, (p for p in self.pools.values() if p["spec"]["pipeline"] == self.pipeline)
+        )
+
     def rest(self) -> None:
-        """Mark the engines that are to sleep, by what is known of them now."""
+        """Mark the engines that are to sleep, or that discovery keeps out, by what is known of them now."""
+        if self.workers:
+            self.engines |= stand(self.ctx.workers, self.pools, self.workers, self.engines.values())
         mine = {name: pool for name, pool in self.pools.items() if pool["spec"]["pipeline"] == self.pipeline}
         found = wish(
             self.engines.values(),
@@ -203,7 +217,7 @@ class Fleet:
                 raise Silent(self.peers[name], f"no answer within {seconds:g} s") from e
 
         targets = [n for n in (self.live() if names is None else names) if n in self.peers]
-        answers = await fan_out(targets, ask)
+        answers, _ = await asyncio.gather(fan_out(targets, ask), self._discover())
         for name, answer in answers.items():
             self.take(name, answer if isinstance(answer, wire.GateStatus) else None)
         self.rest()
@@ -214,7 +228,9 @@ class Fleet:
         A gate with a poisoned fence is no reason to claim above it: that would carry the damage to everybody.
         """
         targets = [n for n in (self.live() if names is None else names) if n in self.peers]
-        answers = await fan_out(targets, lambda n: self.ctx.peers.gate_fence(self.peers[n], caller))
+        answers, _ = await asyncio.gather(
+            fan_out(targets, lambda n: self.ctx.peers.gate_fence(self.peers[n], caller)), self._discover()
+        )
         above = 0
         for name, answer in answers.items():
             refusal = answer.body.reason.value if isinstance(answer, Refused) else ""

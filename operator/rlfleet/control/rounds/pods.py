@@ -112,6 +112,7 @@ def engine_of(pod: Mapping[str, Any], *, adopter: str = "", index: int | None = 
         index=_index(pod) if index is None else index,
         checkpoint_mount=checkpoint_mount(pod),
         quarantined=quarantine_of(pod) is not None,
+        address=(pod.get("status") or {}).get("podIP") or "",
     )
 
 

@@ -1,0 +1,1 @@
+"""The real Dynamo runtime for tests: pinned environments, a worker with a scripted engine, processes to run them."""
