@@ -74,7 +74,7 @@ def test_healthy_pool() -> None:
 
 
 def test_a_pool_of_adopted_pods_promises_less_owes_none_and_names_whom_nobody_replaces() -> None:
-    adopted: dict[str, Any] = {"adopted": True, "selector": "app=x", "template_hash": None}
+    adopted: dict[str, Any] = {"source": "adopt", "selector": "app=x", "template_hash": None}
     found = status(row(3), **adopted)
     assert (found["admissionGuarantee"], found["selector"]) == ("DetectOnly", "app=x")
     assert found["counts"]["pending"] == 0, "an index is a name here, not a place to fill"
