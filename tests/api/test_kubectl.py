@@ -117,6 +117,7 @@ STATUS: dict[str, dict[str, Any]] = {
                 "node": "gpu-node-1.example",
                 "gpus": ["GPU-2", "GPU-3"],
                 "state": "Loading",
+                "instance": "12298635699951225666",
                 "loadingSince": "2026-01-01T00:00:00Z",
                 "version": 11,
                 "fence": 1_790_000_000_123,
