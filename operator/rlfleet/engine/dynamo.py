@@ -59,6 +59,7 @@ class DynamoAdapter:
 
     type = "Dynamo"
     default_pause = PauseMode.KEEP
+    tells_pause = True
     offload_remedy = "Dynamo's RL routes offer nothing for that: leave spec.active out"
 
     def __init__(self, url: str) -> None:
@@ -182,6 +183,21 @@ class DynamoAdapter:
     async def load_directory(self, path: str, *, seconds: float) -> None:
         """Load from disk; the worker refuses unless it is paused. The version that is declared stays as it is."""
         await self._route("update_weights_from_disk", {"model_path": path}, seconds)
+
+    async def recover(self, seconds: float) -> None:
+        """Nothing to do: the next load is of all tensors, and nothing is asked of the weights before it."""
+
+    async def begin_parts(self, seconds: float) -> None:
+        """Refused: a load from disk takes the directory for the whole model."""
+        _no("begin_parts", "a Dynamo worker loads whole models only; use spec.transport.staging Full")
+
+    async def load_part(self, path: str, *, seconds: float) -> None:
+        """Refused, as begin_parts is."""
+        _no("load_part", "a Dynamo worker loads whole models only")
+
+    async def end_parts(self, seconds: float) -> None:
+        """Refused, as begin_parts is."""
+        _no("end_parts", "a Dynamo worker loads whole models only")
 
     async def join_group(
         self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
