@@ -39,7 +39,7 @@ async def frontends() -> AsyncIterator[Frontends]:
 
 
 async def listed(frontends: Frontends, runtime: Runtime, count: int, *, healthy: bool = True) -> Listing:
-    """The list, once it has so many workers; a registration takes a moment."""
+    """The list, once it has so many workers, all of them healthy unless that does not matter."""
     deadline = time.monotonic() + 120
     while True:
         told = await frontends.look(runtime.url, patience=30)
@@ -50,6 +50,7 @@ async def listed(frontends: Frontends, runtime: Runtime, count: int, *, healthy:
         ):
             return told
         assert time.monotonic() < deadline, f"{told}\n{runtime.logs()}"
+        await asyncio.sleep(0.05)
 
 
 async def test_a_worker_is_listed_driven_and_known_by_its_process(runtime: Runtime, frontends: Frontends) -> None:
@@ -99,3 +100,79 @@ async def test_a_worker_is_listed_driven_and_known_by_its_process(runtime: Runti
             await adapter.write_label("7", 5)
     finally:
         await adapter.close()
+
+
+async def test_a_frozen_worker_is_closed_and_holds_nobody_up(runtime: Runtime, frontends: Frontends) -> None:
+    """The frontend gives it five seconds; whoever asks meanwhile has the answer before, and our deadline ends it."""
+    frozen, well = runtime.start_worker(), runtime.start_worker()
+    ids = {w.system_url: w.instance_id for w in (await listed(frontends, runtime, 2)).workers}
+    frozen.process.send_signal(signal.SIGSTOP)
+    hasty = Frontends(monotonic=time.monotonic, answer_seconds=0.5)
+    try:
+        told = await hasty.look(runtime.url, patience=30)
+        assert isinstance(told, Unknown), "half an answer is none"
+        assert "no answer within 0.5 s" in told.message
+    finally:
+        await hasty.close()
+    before = await frontends.look(runtime.url, patience=0.01)
+    assert isinstance(before, Listing)
+    assert len(before.workers) == 2, "the answer from before, until there is a newer one"
+    while True:
+        told = await frontends.look(runtime.url, patience=60)
+        assert isinstance(told, Listing), told
+        assert [w.error for w in told.workers if w.instance_id == ids[well.url]] == [""], "one spoils no other"
+        mine = [w for w in told.workers if w.instance_id == ids[frozen.url]]
+        if not mine or mine[0].error:
+            break
+
+
+async def test_a_worker_that_is_not_listed_runs_on(runtime: Runtime, frontends: Frontends) -> None:
+    """A zombie: its registration is gone (a lease that ran out while it was frozen), its process is not."""
+    worker = runtime.start_worker()
+    entry = (await listed(frontends, runtime, 1)).workers[0]
+    runtime.unlist(entry.instance_id)
+    told = await listed(frontends, runtime, 0)
+    adapter = DynamoAdapter(worker.url)
+    try:
+        view = await adapter.view(30)
+        assert (view.reachable, view.admitting, view.instance) == (True, True, entry.instance_id)
+        verdict = join(told, [Candidate("u", "pod", runtime.host, view.instance)], port=worker.port)["u"]
+        assert (verdict.standing, verdict.joined) == (Standing.UNLISTED, False)
+        await adapter.pause(PauseMode.ABORT, drain_seconds=0)
+        assert worker.state()["paused"], "what is not listed can be closed all the same"
+    finally:
+        await adapter.close()
+
+
+async def test_frontend_and_worker_from_before_there_were_versions(tmp_path: Path, frontends: Frontends) -> None:
+    """Dynamo 1.3.1 tells no protocol version; fleets of both are real."""
+    runtime = Runtime(tmp_path / "old", version=UNVERSIONED)
+    try:
+        runtime.start_frontend()
+        workers = {w.url: w for w in (runtime.start_worker(version=UNVERSIONED), runtime.start_worker())}
+        told = await listed(frontends, runtime, 2)
+        assert told.protocol is None
+        for entry in told.workers:
+            assert entry.system_url in workers
+            adapter = DynamoAdapter(entry.system_url)
+            try:
+                await adapter.facts(30)
+                assert (await adapter.view(30)).instance == entry.instance_id
+                await adapter.pause(PauseMode.KEEP, drain_seconds=0)
+                assert await adapter.write_label("3", 30) == "3"
+                await adapter.resume()
+            finally:
+                await adapter.close()
+            pod = Candidate("u", "p", runtime.host, entry.instance_id)
+            assert join(told, [pod], port=workers[entry.system_url].port)["u"].joined
+    finally:
+        runtime.stop()
+
+
+async def test_no_frontend_is_unknown_and_not_empty(runtime: Runtime, frontends: Frontends) -> None:
+    assert isinstance(await frontends.look(runtime.url, patience=30), Listing)
+    runtime.processes[0].kill()
+    runtime.processes[0].wait()
+    told = await frontends.look(runtime.url, patience=30)
+    assert isinstance(told, Unknown)
+    assert not told.refused

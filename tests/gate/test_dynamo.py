@@ -1,0 +1,96 @@
+"""A gate beside a worker of the real Dynamo runtime (its engine is scripted): who it is, paused or not, and what loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.dynamo.runtime import Runtime, Worker
+from tests.gate.kit import Gate, Operator, Weights, until
+
+MakeGate = Callable[..., Gate]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    """No frontend: a gate needs none."""
+    one = Runtime(tmp_path / "dynamo")
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Path:
+    """What the worker's routes answer instead of what they do; empty at first."""
+    return tmp_path / "faults.json"
+
+
+@pytest.fixture
+def worker(runtime: Runtime, faults: Path) -> Worker:
+    return runtime.start_worker(RL_FAULTS=str(faults))
+
+
+@pytest.fixture
+def operator(worker: Worker, make_gate: MakeGate) -> Operator:
+    return Operator(make_gate(worker.url, RLFLEET_ENGINE_TYPE="Dynamo")).ready()
+
+
+def test_a_round_step_by_step(operator: Operator, worker: Worker) -> None:
+    before = worker.state()
+    assert before["paused"], "nothing proves its weights, so its gate closed it"
+    weights = Weights.of(1)
+    operator.serve(weights, 1)
+    status, now = operator.status(), worker.state()
+    assert (status["engine"]["type"], status["engine"]["weightLabel"], status["holds"]["version"]) == ("Dynamo", "1", 1)
+    assert (now["version"], now["paused"], now["loads"]) == ("1", False, 1)
+    assert now["weights"] != before["weights"]
+    assert now["flushes"] > before["flushes"]
+
+
+def test_another_process_at_the_same_url_is_another_engine(
+    operator: Operator, worker: Worker, runtime: Runtime
+) -> None:
+    operator.serve(Weights.of(1), 1)
+    before = operator.status()
+    worker.kill()
+    until("unreachable", lambda: operator.status()["engine"]["state"] == "Unreachable")
+    assert operator.status()["incarnation"] == before["incarnation"], "silence is no other process"
+    again = runtime.start_worker(worker.port)
+    # Nobody tells the gate: it sees for itself, and closes what nothing proves.
+    until("closed", lambda: again.state()["paused"])
+    after = until("met", lambda: (s := operator.status())["engine"].get("instance") and s)
+    assert after["engine"]["instance"] != before["engine"]["instance"]
+    assert after["incarnation"] != before["incarnation"]
+    assert "holds" not in after
+    late = operator.body("Pause", attempt=9) | {"incarnation": before["incarnation"]}
+    assert operator.post(late).json()["reason"] == "IdentityMismatch"
+
+
+def test_an_error_inside_a_200_is_a_failure_of_that_step(operator: Operator, worker: Worker, faults: Path) -> None:
+    weights = Weights.of(2)
+    operator.prepare(weights, 2)
+    operator.push_all(weights)
+    operator.ok("Pause")
+    load, names = operator.load_order(weights, 2), operator.names(weights, 2)
+    faults.write_text(json.dumps({"update_weights_from_disk": {"status": "error", "message": "disk on fire"}}))
+    # The very route that tells whether the worker is paused fails: then nobody knows, and nothing is loaded.
+    assert operator.refused("Load", **load) == "NotProven"
+    faults.write_text("{}")
+    operator.ok("Load", attempt=2, **load)
+    operator.ok("Verify", **names)
+    faults.write_text(json.dumps({"set_weight_version": None}))
+    failed = operator.run("Publish", **names)
+    assert (failed["state"], failed["error"]["reason"]) == ("Failed", "EngineRefused")
+    assert "holds" not in operator.status()
+    assert worker.state()["paused"]
+
+
+def test_a_version_that_nobody_declared_takes_the_proof_away(operator: Operator, faults: Path) -> None:
+    operator.serve(Weights.of(1), 1)
+    assert operator.status()["holds"]["version"] == 1
+    answer = {"status": "ok", "version": "1", "version_declared": False}
+    faults.write_text(json.dumps({"get_weight_version": answer}))
+    assert "holds" not in operator.status()
