@@ -93,6 +93,13 @@ class Runtime:
         self.until(lambda: _answers(f"{worker.url}/engine/tell_state"), "the worker to answer", process)
         return worker
 
+    def unlist(self, instance_id: str) -> None:
+        """Take a worker's registration away, as a lease does that runs out while the worker is frozen."""
+        files = list(self.store.rglob(f"*{int(instance_id):x}"))
+        assert files, f"no registration of {instance_id} in {self.store}"
+        for file in files:
+            file.unlink()
+
     def free_port(self) -> int:
         """A port of this runtime's own address that was not given out before. Dynamo's system port is an i16."""
         self._port += 1

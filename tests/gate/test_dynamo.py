@@ -1,4 +1,4 @@
-"""A gate beside a worker of the real Dynamo runtime (its engine is scripted): who it is, paused or not, and what loads."""
+"""A gate beside a worker of the real Dynamo runtime, whose engine is scripted: who it is, paused or not, what loads."""
 
 from __future__ import annotations
 

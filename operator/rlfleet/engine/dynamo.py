@@ -255,6 +255,10 @@ class DynamoAdapter:
         """The question whether it is paused waits for the lock that pauses, updates and flushes hold."""
         return await self._paused(seconds) is not None
 
+    async def guarded(self, seconds: float) -> bool | None:
+        """False: a system server knows no keys, and does what anybody asks who reaches it."""
+        return False
+
     async def release_memory(self, tag: MemoryTag, *, seconds: float) -> None:
         """Refused: the RL routes offer nothing for that."""
         _no("release_memory", self.offload_remedy)
