@@ -78,8 +78,8 @@ class Runtime:
         return f"http://{self.host}:{self.rl_port}"
 
     def start_frontend(self) -> subprocess.Popen[bytes]:
-        """A frontend with its RL listener, once that answers."""
-        port, self.rl_port = self.free_port(), self.free_port()
+        """A frontend with its RL listener, once that answers. A later one listens where the first one did."""
+        port, self.rl_port = self.free_port(), self.rl_port or self.free_port()
         arguments = ["-m", "dynamo.frontend", "--http-host", self.host, "--http-port", str(port)]
         process = self.spawn("frontend", arguments, self.version, DYN_RL_PORT=str(self.rl_port))
         self.until(lambda: _answers(f"{self.url}/v1/rl/workers"), "the frontend to answer", process)

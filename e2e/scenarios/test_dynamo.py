@@ -117,3 +117,45 @@ def test_the_guide_makes_workers_members_of_rounds(fleet: Fleet, frontend: Runti
     assert (status["admissionGuarantee"], status["fencing"]) == ("DetectOnly", "Cooperative")
     told = {e["name"]: e["instance"] for e in status["engines"]}
     assert all(re.fullmatch(r"[0-9]{1,20}", i) for i in told.values()), told
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_listed_restarted_or_unknown(fleet: Fleet, frontend: Runtime, tmp_path: Path) -> None:
+    start(fleet, frontend, tmp_path)
+    fleet.trainer()
+    assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
+    assert fleet.sync(1)["status"]["phase"] == "Succeeded"
+    wait_until(lambda: states(fleet) == dict.fromkeys(NAMES, "Active"), "both to be shown as Active")
+    first, second = NAMES
+    instance = rows(fleet)[first]["instance"]
+
+    # It runs on, and its frontend does not list it: closed and kept out, and in nobody's way.
+    frontend.unlist(instance)
+    wait_until(lambda: str(rows(fleet)[first].get("failure")).startswith("WorkerNotListed"), "it to be named")
+    wait_until(lambda: worker(fleet, first)["paused"], "it to be closed")
+    assert said(fleet, "Degraded")[:2] == ("True", "WorkerNotListed")
+    done = fleet.sync(2)
+    assert done["status"]["phase"] == "Succeeded"
+    assert [m["engine"] for m in done["status"]["members"]] == [second]
+    assert (worker(fleet, first)["version"], worker(fleet, first)["paused"]) == ("1", True)
+    assert (worker(fleet, second)["version"], worker(fleet, second)["paused"]) == ("2", False)
+    assert fleet.pod(first)["status"]["phase"] == "Running", "what is not listed is not gone"
+
+    # Started again it has another instance id at the same URL, and catches up.
+    fleet.cluster.hollow.crash(fleet.namespace, first, "engine")
+    wait_until(lambda: rows(fleet)[first].get("instance") not in (None, instance), "another process to be seen")
+    wait_until(lambda: states(fleet) == dict.fromkeys(NAMES, "Active"), "it to have caught up")
+    assert (worker(fleet, first)["version"], worker(fleet, first)["paused"]) == ("2", False)
+    assert worker(fleet, first)["weights"] == worker(fleet, second)["weights"]
+
+    # No frontend: nothing is known, so nothing is opened, closed or taken along.
+    frontend.processes[0].kill()
+    wait_until(lambda: said(fleet, "Ready")[:2] == ("Unknown", "DiscoveryUnreachable"), "the pool to say so")
+    refused = fleet.sync(3)
+    assert refused["status"]["phase"] == "Failed"
+    assert "DiscoveryUnreachable" in str(refused["status"]["conditions"]), refused["status"]
+    assert [(worker(fleet, n)["version"], worker(fleet, n)["paused"]) for n in NAMES] == [("2", False)] * 2
+    frontend.start_frontend()
+    wait_until(lambda: said(fleet, "Ready")[0] == "True", "the frontend to be heard again")
+    assert fleet.sync(3, attempt=2)["status"]["phase"] == "Succeeded"
+    assert [(worker(fleet, n)["version"], worker(fleet, n)["paused"]) for n in NAMES] == [("3", False)] * 2
