@@ -269,7 +269,7 @@ def test_the_server_fills_in_defaults(example: Example, server: Any) -> None:
     assert pool == {
         "pipeline": "demo",
         "replicas": 1,
-        "engine": {"type": "SGLang", "port": 30000, "gpusPerEngine": 1},
+        "engine": {"type": "SGLang", "port": 30000, "gpusPerEngine": 1, "allowUnknownVersion": False},
         "placement": {"mode": "Scheduler"},
         "gate": {"image": "rlfleet:0.1.0", "port": 9440, "stagingMiB": 1024},
         "updateStrategy": {"type": "OnDelete"},

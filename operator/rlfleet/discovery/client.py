@@ -24,7 +24,7 @@ PATH = "/v1/rl/workers"
 #: Seconds for one answer, all of it. A frontend gives a worker that is frozen five.
 ANSWER_SECONDS = 12.0
 #: Seconds that a caller waits for an answer which is on its way.
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 0.5
 #: Seconds after which an answer says nothing any more: one that took as long as it may, and the time to the next.
 STALE_SECONDS = 30.0
 
@@ -80,9 +80,9 @@ class Frontends:
             await asyncio.wait({frontend.asking}, timeout=patience)
         if frontend.told is None:
             return Unknown(f"{url}{PATH}: no answer yet")
-        age = self._monotonic() - frontend.at
-        if age > STALE_SECONDS:
-            return Unknown(f"{url}{PATH}: the last answer is {age:.0f} s old")
+        if self._monotonic() - frontend.at > STALE_SECONDS:
+            # Without its age, which would be another text, and another write of a status, each time.
+            return Unknown(f"{url}{PATH}: the last answer is older than {STALE_SECONDS:g} s")
         return frontend.told
 
     async def _ask(self, url: str, frontend: _Frontend) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlfleet.api.wire import MemoryTag, PauseMode
-from rlfleet.calls import Answer, CallError, JsonClient, Refused, explain
+from rlfleet.calls import Answer, CallError, JsonClient, NotSent, Refused, explain
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
 from rlfleet.engine.common import QUICK, as_text, polls
 
@@ -248,8 +248,8 @@ class DynamoAdapter:
         return _declared(told)
 
     async def probe(self, seconds: float) -> Token:
-        """Refused: requests reach a worker through its frontend only, which chooses the worker."""
-        _no("probe", "a Dynamo worker takes requests from its frontend only; set spec.sync.probeGeneration to false")
+        """Never sent: requests reach a worker through its frontend only, and that chooses the worker."""
+        raise NotSent("probe: a Dynamo worker takes requests from its frontend only, which chooses the worker")
 
     async def idle(self, seconds: float, *, memory_here: bool) -> bool:
         """The question whether it is paused waits for the lock that pauses, updates and flushes hold."""
