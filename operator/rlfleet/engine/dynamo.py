@@ -37,7 +37,8 @@ RESUME_SECONDS = 30.0
 #: What the label reads while nobody has declared a version: no version of ours, so it voids any proof.
 UNDECLARED = "undeclared"
 
-_MODES = {PauseMode.KEEP: "keep", PauseMode.WAIT: "keep", PauseMode.ABORT: "abort"}
+#: With the cache dropped a kept request is recomputed: Keep and Retract are one, as on vLLM.
+_MODES = {PauseMode.RETRACT: "keep", PauseMode.KEEP: "keep", PauseMode.WAIT: "keep", PauseMode.ABORT: "abort"}
 _ASKS_PAUSED = {"model_path": "", "engine_rpc": "rlfleet_asks_whether_paused"}
 _SAMPLE = re.compile(r"^(dynamo_component_\w+)\{([^}]*)\} (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -88,6 +89,7 @@ class DynamoAdapter:
                 {
                     Capability.SERIALIZED,
                     Capability.LABEL,
+                    Capability.PAUSE_RETRACT,
                     Capability.PAUSE_KEEP,
                     Capability.PAUSE_ABORT,
                     Capability.PAUSE_WAIT,
@@ -144,14 +146,11 @@ class DynamoAdapter:
 
     async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
         """Pause, drop what was computed with the present weights, and see the worker say that it is paused."""
-        wire_mode = _MODES.get(mode)
-        if wire_mode is None:
-            raise Refused("pause", 400, f"a Dynamo worker has no mode {mode.value}; use Keep, Abort or Wait")
         if mode is PauseMode.WAIT:
             # Its own mode waits without a limit, and nothing else gets its lock meanwhile.
             await self._drain(drain_seconds)
         deadline = time.monotonic() + seconds
-        await self._route("pause_generation", {"mode": wire_mode, "clear_cache": True}, seconds)
+        await self._route("pause_generation", {"mode": _MODES[mode], "clear_cache": True}, seconds)
         view = View(reachable=False)
         async for _ in polls(deadline):
             view = await self.view(QUICK)

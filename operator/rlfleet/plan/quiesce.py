@@ -3,9 +3,9 @@
 Invariant: a mode that an engine cannot do is refused before anything is touched, with the engine and the remedy named;
 it is never replaced by another one.
 
-Without a mode in the spec each gate takes its engine type's own: Retract on SGLang, Keep on vLLM and Dynamo, so that a pipeline
-whose pools are of several types loses no request in any of them. On vLLM the two are one: a kept request loses its
-cache and is recomputed when it goes on, so a pipeline may also name Retract for all of its engines.
+Without a mode in the spec each gate takes its engine type's own: Retract on SGLang, Keep on vLLM and Dynamo, so that a
+pipeline whose pools are of several types loses no request in any of them. On the latter the two are one: a kept request
+loses its cache and is recomputed when it goes on, so a pipeline may also name Retract for all of its engines.
 """
 
 from __future__ import annotations
