@@ -77,6 +77,7 @@ async def test_a_worker_is_listed_driven_and_known_by_its_process(runtime: Runti
             await adapter.flush(30)
         await adapter.pause(PauseMode.KEEP, drain_seconds=0)
         assert ((await adapter.view(30)).admitting, worker.state()["paused"]) == (False, True)
+        assert worker.state()["flushes"] == 1, "what was computed with the old weights is dropped by the pause itself"
         with pytest.raises(Refused, match="no safetensors"):
             await adapter.load_directory(str(runtime.folder), seconds=30)
         assert worker.state()["loads"] == 0, "asking whether it is paused loads nothing"

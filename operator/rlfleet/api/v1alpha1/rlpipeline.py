@@ -216,8 +216,8 @@ class Quiesce(Spec):
         description="Absent: Retract on SGLang, Keep on vLLM and Dynamo. Retract: running requests go back to the "
         "queue and are recomputed with the new weights. Keep: they are frozen and go on afterwards; refused on SGLang, "
         "whose cache could not be flushed under them; on vLLM and Dynamo the same as Retract, as they lose their "
-        "cache. Abort: they end with finish reason abort. Wait: they finish first, for at most drainSeconds; what still runs then is held as by "
-        "default. With Abort and Wait engines are also taken out of their routers.",
+        "cache. Abort: they end with finish reason abort. Wait: they finish first, for at most drainSeconds; what "
+        "still runs then is held as by default. With Abort and Wait engines are also taken out of their routers.",
     )
 
 
