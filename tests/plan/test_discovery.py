@@ -54,7 +54,7 @@ def test_the_list_is_in_dynamos_order_and_has_everyone_once() -> None:
 
 def test_a_worker_that_answers() -> None:
     status = gate(holds=HOLDS, fence=12)
-    engine = status.engine.model_copy(update={"model": "Qwen", "world_size": 2})
+    engine = status.engine.model_copy(update={"model": "Qwen", "world_size": 2, "instance": "12298635699951225666"})
     entry = described(worker(), status.model_copy(update={"engine": engine}), Naming("prod", "admin"))
     assert read(entry) == {
         "namespace": "prod",
@@ -76,6 +76,7 @@ def test_a_worker_that_answers() -> None:
             "fence": 12,
             "open": True,
             "paused": False,
+            "instance": "12298635699951225666",
             "version": 7,
             "manifest_digest": DIGEST_A,
         },

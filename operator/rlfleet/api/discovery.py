@@ -29,6 +29,9 @@ class OwnFacts(_Answer):
     pipeline: str = Field(description="its RLPipeline")
     pod: str = Field(description="name of its pod")
     pod_uid: str = Field(description="UID of its pod: another pod, another worker")
+    instance: str | None = Field(
+        default=None, description="what the engine calls its own process; of a Dynamo worker: Dynamo's instance id"
+    )
     engine_url: str | None = Field(default=None, description="where the engine serves")
     version: int | None = Field(
         default=None, description="version that the engine is proven to hold, -1: the base; absent: none is proven"

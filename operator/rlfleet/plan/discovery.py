@@ -119,6 +119,7 @@ def described(worker: Worker, status: GateStatus, naming: Naming) -> RLWorker:
             "fence": status.fence.generation,
             "open": is_open(status),
             "paused": status.engine.paused,
+            "instance": status.engine.instance,
         }
     )
     return _known(worker, naming).model_copy(
