@@ -34,4 +34,6 @@ def test_a_load_that_takes_its_time_is_survived(operator: Operator, engine: Engi
     engine.faults(**DEAD, update_weights_from_disk={"action": "hang"})
     operator.start("Load", **operator.load_order(weights, 1))
     until("loading", lambda: engine.struck("update_weights_from_disk"))
+    before = engine.struck("server_info")
     assert alive(operator) == 200
+    assert engine.struck("server_info") == before, "an engine that loads is not even asked"
