@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,9 @@ def test_a_root_that_is_not_locked_is_an_error(subset: ModuleType) -> None:
 def test_the_operator_s_image_has_its_dependencies_and_no_torch(subset: ModuleType) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lock = (ROOT / "requirements.lock").read_text()
-    names = {text.split("==")[0] for text in subset.select(lock, subset.roots(project, []))}
-    assert subset.roots(project, []) <= names
+    (extras,) = re.findall(r"subset\.py (.*)> operator\.lock", (ROOT / "Dockerfile").read_text())
+    assert extras.split() == ["--extra", "otel"], "what --otlp-endpoint needs is there"
+    names = {text.split("==")[0] for text in subset.select(lock, subset.roots(project, ["otel"]))}
+    assert subset.roots(project, []) | {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= names
     assert not names & {"torch", "numpy", "ray", "pytest", "mypy"}
     assert "torch" in {text.split("==")[0] for text in subset.select(lock, subset.roots(project, ["torch"]))}

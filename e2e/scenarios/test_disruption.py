@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from e2e.cluster.local import ClusterError
 from e2e.scenarios.kit import Fleet, engine_url, http, wait_until
 from e2e.scenarios.test_adopt import message
 from e2e.scenarios.test_rounds import serialized_fleet
+from rlfleet.plan.rolling import STARVED_MS
 
 pytestmark = pytest.mark.cluster
 
@@ -226,3 +228,42 @@ def test_a_budget_that_can_not_be_made_is_named_and_made_when_it_can(fleet: Flee
     wait_until(lambda: degraded("AsExpected"), "the trouble to be over")
     owner = fleet.get("pdb", "e")["metadata"]["ownerReferences"][0]
     assert owner["uid"] == fleet.get("epool", "e")["metadata"]["uid"]
+
+
+@pytest.mark.slow
+def test_a_round_waits_for_an_update_that_had_no_time_for_long(fleet: Fleet) -> None:
+    """What keeps the update from its step is a budget here; it goes while the round makes room."""
+    fleet.pipeline(sync=STRICT)
+    fleet.pool(2, updateStrategy={"type": "RollingUpdate", "maxUnavailable": 1})
+    fleet.trainer()
+    old = fleet.ready_engines(2)
+    assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
+    everyone = {"matchLabels": {"rlfleet.dev/pool": "e"}}
+    fleet.cluster.apply(
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": "mine", "namespace": fleet.namespace},
+            "spec": {"minAvailable": 2, "selector": everyone},
+        }
+    )
+    roll(fleet, "new")
+
+    def said() -> str:
+        return message(fleet.get("epool", "e"), "Progressing")[1]
+
+    wait_until(lambda: "PodDisruptionBudget mine lets none go" in said(), "the update to be stuck")
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > STARVED_MS / 1000 + 1, "it to starve", 120, every=1)
+    fleet.publish(1)
+    name = fleet.order(1)
+    wait_until(lambda: message(fleet.get("syncround", name), "Progressing")[0] == "Updating", "the round to wait")
+    assert "EnginePool e" in message(fleet.get("syncround", name), "Progressing")[1]
+    assert fleet.phase(name) == "Pending"
+    # Two budgets for one pod would make every eviction fail, as that of the pool is there, too.
+    fleet.cluster.kubectl("delete", "pdb", "mine", "-n", fleet.namespace)
+    done = fleet.ended(name)
+    assert done["status"]["phase"] == "Succeeded", done["status"]
+    # The round began when one of them was on its way out, or gave up waiting; in any case the update goes on.
+    uids = {p["metadata"]["uid"] for p in old}
+    wait_until(lambda: not uids & {p["metadata"]["uid"] for p in fleet.ready_engines(2)}, "both to be replaced", 240)

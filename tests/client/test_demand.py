@@ -82,12 +82,12 @@ def test_a_step_begins_with_a_grant_of_this_very_request_and_gives_the_gpus_back
         # The grant of an earlier request for the same step is still there: it is being taken back.
         answer(fleet, granted=True, id="an earlier one")
         answer(fleet, granted=False, reason="EnginesAwake", message="demo-0 must be Offloaded or gone first")
-        until(lambda: heard, "word of what is waited for")
+        why = ("EnginesAwake", "demo-0 must be Offloaded or gone first")
+        until(lambda: why in heard, "word of what is waited for")
         assert not asked.done()
         answer(fleet, granted=True)
         grant = asked.result(SECONDS)
     assert (grant.step, grant.granted) == (3, True)
-    assert ("EnginesAwake", "demo-0 must be Offloaded or gone first") in heard
     assert [r["step"] for r in wants(fleet)] == [3], "it stands while the step runs"
     assert trainer.release_gpus()
     assert wants(fleet) == []

@@ -198,6 +198,12 @@ def test_what_a_pool_and_its_pods_say_of_an_update() -> None:
         assert found is not None
         assert found.moving
     assert update_of(pool() | {"status": mine["status"]}, there, wanted=2) is None, "OnDelete replaces nobody"
+    # One that a person keeps is no reason to wait: it stays however long a round does.
+    mine["status"]["templateHash"] = "v1-new"
+    kept = pod("1970-01-01T00:00:01Z", annotations={"rlfleet.dev/quarantine": "why"})
+    new = pod("1970-01-01T00:00:09Z", labels={"rlfleet.dev/template-hash": "v1-new"})
+    assert update_of(mine, [kept, new], wanted=2) is None
+    assert update_of(mine, [kept, new, there[0]], wanted=3) is not None
     mine["status"]["conditions"][0]["status"] = "False"
     assert update_of(mine, there, wanted=2) is None
 

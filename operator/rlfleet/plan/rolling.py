@@ -16,9 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlfleet.api import labels
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, find_condition
 from rlfleet.api.timestamps import epoch_ms
 from rlfleet.plan.budget import Allowance
+from rlfleet.plan.quarantine import quarantine_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,10 @@ def update_of(pool: Mapping[str, Any], pods: Iterable[Mapping[str, Any]], *, wan
     if not is_rolling(pool) or outdated is None or outdated.get("status") != ConditionStatus.TRUE.value:
         return None
     there = list(pods)
+    current = (pool.get("status") or {}).get("templateHash")
+    old = [p for p in there if (p["metadata"].get("labels") or {}).get(labels.TEMPLATE_HASH) != current]
+    if old and all(quarantine_of(p) is not None for p in old):
+        return None  # they stay for whoever looks into them, however long that takes
     staying = [p for p in there if "deletionTimestamp" not in p["metadata"]]
     made = [epoch_ms(p["metadata"]["creationTimestamp"]) for p in there if p["metadata"].get("creationTimestamp")]
     return Update(
