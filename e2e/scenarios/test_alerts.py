@@ -221,26 +221,17 @@ def test_an_apiserver_that_fails(
             mine.stop()
 
 
-def test_engines_that_somebody_drives_past_their_gates(
-    operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    """The round protocol excludes it and repair ends it at once, so repair is kept from its claim here."""
-    operator.stop()
-    with FaultProxy(cluster.operator_kubeconfig, tmp_path) as proxy:
-        mine = Operator(cluster, tmp_path / "mine", RLFLEET_KUBECONFIG=str(proxy.kubeconfig))
-        mine.start()
-        try:
-            pods = serialized_fleet(fleet, 2, sync=LONG)
-            with watched(tmp_path, mine) as prometheus:
-                quiet(prometheus, "RlfleetVersionsDiffer")
-                proxy.rules = [Rule(lambda c: c.plural == "rlpipelines" and c.method != "GET", Fault.ERROR, times=0)]
-                body = {"new_version": "7", "abort_all_requests": False}
-                assert http("POST", engine_url(pods[0]) + "/update_weight_version", body)[0] == 200
-                fires(prometheus, "RlfleetVersionsDiffer", **pools(fleet))
-                proxy.rules = []
-                quiet(prometheus, "RlfleetVersionsDiffer")
-        finally:
-            mine.stop()
+def test_an_engine_that_somebody_drives_past_its_gate(operator: Operator, fleet: Fleet, tmp_path: Path) -> None:
+    """The round protocol excludes it, and its gate closes such an engine at once: this one takes no pause."""
+    pods = serialized_fleet(fleet, 2, sync={**LONG, "onFailure": "Hold"})
+    with watched(tmp_path, operator) as prometheus:
+        quiet(prometheus, "RlfleetVersionsDiffer")
+        fleet.fault(pods[0], "pause_generation", action="http500")
+        body = {"new_version": "7", "abort_all_requests": False}
+        assert http("POST", engine_url(pods[0]) + "/update_weight_version", body)[0] == 200
+        fires(prometheus, "RlfleetVersionsDiffer", **pools(fleet))
+        fleet.heal(pods[0])
+        quiet(prometheus, "RlfleetVersionsDiffer")
 
 
 def test_a_repair_rule_that_fails(operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path) -> None:

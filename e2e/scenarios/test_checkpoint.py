@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.kit import Fleet, Operator, condition, engine_url, http, wait_until
 from e2e.scenarios.test_catchup import DISK, catch_ups, outcomes
 from e2e.sim.model import MODELS
 from e2e.sim.model_torch import torch_state
@@ -101,7 +101,11 @@ def test_an_operator_that_dies_while_engines_load_is_taken_over(
     fleet.fault(pods[0], DISK, action="http500", times=1, when="before")
     fleet.fault(pods[1], DISK, action="hold", times=1)
     name = fleet.order(2, manifestDigest=second.digest)
-    wait_until(lambda: fleet.phase(name) == "Transferring", "engines to load", every=0.05)
+
+    def told(pod: dict[str, Any]) -> bool:
+        return bool(http("GET", engine_url(pod) + "/_sim/faults")[1][DISK]["struck"])
+
+    wait_until(lambda: all(told(pod) for pod in pods), "both engines to be told to load", every=0.05)
     operator.kill()
     fleet.heal(pods[1])
     operator.start()
