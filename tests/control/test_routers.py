@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from aiohttp import web
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
+from rlfleet.control.context import ControlSettings
+from rlfleet.control.pool_memory import PoolMemory
+from rlfleet.control.pool_pods import Outcome, unroute, unrouted
 from rlfleet.control.routers import RouterClients, base_url, resolve, routers_of
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import Credentials
@@ -19,7 +23,8 @@ from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
 from rlfleet.router import make_router
 from tests.gate.kit import Router, address, free_port
-from tests.plan.pool_kit import pool
+from tests.plan.pool_kit import fact, pool
+from tests.web.apiserver import Apiserver
 
 SELECTED = {"name": "main", "type": "SGLangRouter", "podSelector": {"matchLabels": {"app": "router"}}, "port": 30001}
 
@@ -151,3 +156,42 @@ async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: 
     finally:
         await clients.close()
         await adapter.close()
+
+
+@pytest.mark.parametrize(("shared", "stays"), [(True, True), (False, False)])
+async def test_an_entry_of_a_dead_engine_goes_unless_it_is_a_living_ones(
+    router: Router, engine: str, shared: bool, stays: bool
+) -> None:
+    """An adopted engine of another pool got the address: with the same router the entry is its own, else a stray."""
+    adapter = make_router("SGLangRouter", router.url)
+    await adapter.add(engine, seconds=10)
+    ip = engine.removeprefix("http://").rpartition(":")[0]
+    adopt = {"adopt": {"selector": {"matchLabels": {"app": "engines"}}}}
+    elsewhere = router.url if shared else "http://127.0.0.1:1"
+
+    def routed(name: str, url: str, **spec: Any) -> dict[str, Any]:
+        return pool(name=name, routers=[{"name": "main", "type": "SGLangRouter", "url": url}], **spec)
+
+    mine, theirs = routed("mine", router.url), routed("theirs", elsewhere, source=adopt)
+    served = Apiserver({"enginepools": [mine, theirs]})
+    await served.server.start_server()
+
+    async def source() -> Credentials:
+        return Credentials(str(served.server.make_url("")).rstrip("/"), authorization="Bearer all")
+
+    clients = RouterClients(timeout=5, guard=Guard.unelected())
+    dead = fact(0, "dead", ip=ip, finished=True)
+    memory, out = PoolMemory("pool-uid"), Outcome()
+    memory.see([dead], 0)
+    try:
+        async with KubeClient(source) as kube:
+            seen = view(engine_pod("alive", ip))
+            ctx = SimpleNamespace(kube=kube, pods=seen, settings=ControlSettings())
+            await unroute(ctx, mine, [dead], resolve(mine, seen), clients, memory, fence=1, out=out)  # type: ignore[arg-type]
+        assert out.problems == []
+        assert unrouted(memory, resolve(mine, seen), fence=1) == {"dead"}, "there is nothing more to do for it"
+        assert await adapter.lists(engine, 5) is stays
+    finally:
+        await clients.close()
+        await adapter.close()
+        await served.server.close()

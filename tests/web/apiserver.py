@@ -53,7 +53,8 @@ class Apiserver:
         items: list[Any] = [o for o in self.objects.get(parts[-1], []) if _bears(o, wanted)]
         first, size = int(request.query.get("continue") or 0), int(request.query.get("limit") or 500)
         more = {"continue": str(first + size)} if first + size < len(items) else {}
-        return web.json_response({"metadata": more, "items": items[first : first + size]})
+        meta = {"resourceVersion": "1", **more}
+        return web.json_response({"metadata": meta, "items": items[first : first + size]})
 
     def _one(self, name: str) -> web.Response:
         found = next((p for p in self.objects["rlpipelines"] if p["metadata"]["name"] == name), None)
