@@ -83,9 +83,12 @@ def _install(target: Path, pins: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    # No cache beside the environment: it would hold the same megabytes a second time.
+    # The environment that we run in is not the one that is meant.
     env = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise InstallError(f"{' '.join(command[:4])} did not end within {_SECONDS} s") from e
     if done.returncode != 0:
         raise InstallError(f"{' '.join(command[:4])} failed:\n{(done.stdout + done.stderr)[-2000:]}")
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from e2e.dynamo.fixtures import installed
 from e2e.dynamo.install import ensure
 from e2e.dynamo.runtime import WORKER, Runtime, environment, post
 from e2e.scenarios.kit import ROOT, Fleet, wait_until
@@ -27,6 +28,7 @@ SYNC = {"deadlines": {"pendingSeconds": 30, "stagingSeconds": 30, "pausedSeconds
 @pytest.fixture
 def frontend(tmp_path: Path) -> Iterator[Runtime]:
     """A Dynamo frontend beside the cluster."""
+    installed()
     one = Runtime(tmp_path / "dynamo")
     try:
         one.start_frontend()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.dynamo.install import UNVERSIONED
+from e2e.dynamo.fixtures import installed
+from e2e.dynamo.install import CURRENT, UNVERSIONED
 from e2e.dynamo.runtime import Runtime
 from rlfleet.api.wire import PauseMode
 from rlfleet.calls import Refused
@@ -25,6 +26,7 @@ from rlfleet.plan.dynamo import REQUIRED, Candidate, Listing, Standing, join
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
     """A frontend of the present version, without a worker."""
+    installed()
     one = Runtime(tmp_path / "dynamo")
     try:
         one.start_frontend()
@@ -150,6 +152,7 @@ async def test_a_worker_that_is_not_listed_runs_on(runtime: Runtime, frontends: 
 
 async def test_frontend_and_worker_from_before_there_were_versions(tmp_path: Path, frontends: Frontends) -> None:
     """Dynamo 1.3.1 tells no protocol version; fleets of both are real."""
+    installed(CURRENT, UNVERSIONED)
     runtime = Runtime(tmp_path / "old", version=UNVERSIONED)
     try:
         runtime.start_frontend()

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e.dynamo.fixtures import installed
 from e2e.dynamo.runtime import Runtime, Worker
+from rlfleet.gate.errors import GateError
+from rlfleet.gate.rules import same_instance
 from tests.gate.kit import Gate, Operator, Weights, until
 
 MakeGate = Callable[..., Gate]
@@ -17,6 +20,7 @@ MakeGate = Callable[..., Gate]
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
     """No frontend: a gate needs none."""
+    installed()
     one = Runtime(tmp_path / "dynamo")
     yield one
     one.stop()
@@ -94,3 +98,32 @@ def test_a_version_that_nobody_declared_takes_the_proof_away(operator: Operator,
     answer = {"status": "ok", "version": "1", "version_declared": False}
     faults.write_text(json.dumps({"get_weight_version": answer}))
     assert "holds" not in operator.status()
+
+
+def test_a_process_that_tells_the_right_version_is_still_another_one(
+    operator: Operator, worker: Worker, runtime: Runtime, faults: Path
+) -> None:
+    """Whoever starts it may declare any version; what the record proves is about the process before."""
+    weights = Weights.of(1)
+    operator.deliver(weights, 1)
+    resume = operator.body("Resume", **operator.names(weights, 1))
+    faults.write_text(json.dumps({"get_weight_version": {"status": "ok", "version": "1", "version_declared": True}}))
+    worker.kill()
+    again = runtime.start_worker(worker.port, RL_FAULTS=str(faults))
+    answer = operator.post(resume)
+    if answer.status_code in (200, 202):
+        ended = operator.wait(resume["id"])
+        assert (ended["state"], ended["error"]["reason"]) == ("Failed", "IdentityMismatch")
+    else:
+        assert answer.json()["reason"] == "IdentityMismatch", "its gate had met the new one by then"
+    until("closed", lambda: again.state()["paused"])
+    assert "holds" not in operator.status()
+
+
+def test_a_record_is_about_one_process() -> None:
+    same_instance("7", "7")
+    same_instance(None, "8")
+    for told in ("8", None):
+        with pytest.raises(GateError) as refused:
+            same_instance("7", told)
+        assert refused.value.reason == "IdentityMismatch"

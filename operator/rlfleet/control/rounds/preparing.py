@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 #: How often gates that are silent at Planned are asked again before that counts.
 ASKED_AGAIN = 3
+_UNHEARD = (Reason.GATES_UNREACHABLE, Reason.DISCOVERY_UNREACHABLE)
 
 
 async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
@@ -110,14 +111,18 @@ async def _taken_hold(run: Executor, closing: Closing) -> wire.SenderCache | Non
 
 
 async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan | Refusal:
-    """Freeze; gates that are silent are asked again first: one lost answer must not fail a round, or leave one out."""
+    """Freeze; who is silent is asked again first: one lost answer must not fail a round, or leave an engine out.
+
+    Gates, and the Dynamo frontends of engines that nothing is known of (asked with every look at pods and gates).
+    """
     plan = frozen(run, slot)
     for tries in range(ASKED_AGAIN):
         silent = [e.name for e in run.fleet.engines.values() if e.status is None and not e.gone and not e.unborn]
-        enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason is not Reason.GATES_UNREACHABLE
-        if not silent or enough:
+        unknown = [e.name for e in run.fleet.engines.values() if e.undiscovered and not e.gone]
+        enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason not in _UNHEARD
+        if not (silent or unknown) or enough:
             break
-        log.info("%d silent gates are asked again: %s", len(silent), ", ".join(silent[:8]))
+        log.info("asked again, %d silent or unknown: %s", len(silent + unknown), ", ".join((silent + unknown)[:8]))
         await asyncio.sleep(0.3)
         await run.fleet.read_pods()
         await run.fleet.fence(run.caller, silent)
