@@ -10,7 +10,7 @@ from e2e.dynamo.install import CURRENT, InstallError, ensure
 
 
 def installed(*versions: str) -> None:
-    """Install these versions, or the present one. Where that is impossible the test fails in CI and is skipped elsewhere."""
+    """Install these versions, or the present one. Where that fails the test fails in CI, and is skipped elsewhere."""
     for version in versions or (CURRENT,):
         try:
             ensure(version)

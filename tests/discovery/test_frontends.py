@@ -135,3 +135,20 @@ async def test_one_that_nobody_names_any_more_is_forgotten(frontend: Frontend, f
     frontend.held.set()
     await frontends.look(frontend.url, patience=60)
     assert frontend.asked == 3
+
+
+async def test_one_that_was_late_is_not_waited_for_again(
+    frontend: Frontend, frontends: Frontends, clock: Clock
+) -> None:
+    assert isinstance(await frontends.look(frontend.url, patience=60), Listing)
+    frontend.held.clear()
+    late = asyncio.create_task(frontends.look(frontend.url, patience=60))
+    while frontend.asked < 2:
+        await asyncio.sleep(0.01)
+    clock.now += 61
+    frontend.held.set()
+    await late
+    frontend.held.clear()
+    # Nobody lets this answer go, so whoever waited for it would wait for a minute.
+    async with asyncio.timeout(50):
+        assert isinstance(await frontends.look(frontend.url, patience=60), Unknown)

@@ -3,7 +3,8 @@
 Invariants:
 - what could not be read whole, and in time, is Unknown with why; it is never an empty or a shortened list;
 - one question is under way per frontend, however many ask; who asks waits a moment at most and else takes the last
-  answer. One frozen worker holds a frontend's whole answer up for seconds, and must not hold up a reconcile;
+  answer, without waiting where that was late. One frozen worker holds a frontend's whole answer up for seconds, and
+  must not hold up a reconcile;
 - an answer counts from when its question was sent, and is Unknown once it is too old.
 """
 
@@ -43,6 +44,8 @@ class _Frontend:
     asking: asyncio.Task[None] | None = None
     told: Listing | Unknown | None = None
     at: float = 0.0
+    took: float = 0.0
+    """Seconds of the last answer."""
 
 
 class Frontends:
@@ -77,7 +80,9 @@ class Frontends:
         if frontend.told is None or now - frontend.at >= fresh:
             if frontend.asking is None or frontend.asking.done():
                 frontend.asking = asyncio.create_task(self._ask(url, frontend))
-            await asyncio.wait({frontend.asking}, timeout=patience)
+            # One that was late for the last question will be for this one, too: whoever asks has waited once.
+            if frontend.told is None or frontend.took <= patience:
+                await asyncio.wait({frontend.asking}, timeout=patience)
         if frontend.told is None:
             return Unknown(f"{url}{PATH}: no answer yet")
         if self._monotonic() - frontend.at > STALE_SECONDS:
@@ -99,4 +104,4 @@ class Frontends:
             told = Unknown(str(e))
         if isinstance(told, Unknown):
             log.warning("the workers of a Dynamo frontend are not known: %s", told.message)
-        frontend.told, frontend.at = told, sent
+        frontend.told, frontend.at, frontend.took = told, sent, self._monotonic() - sent
