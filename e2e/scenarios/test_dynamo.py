@@ -117,6 +117,7 @@ def test_the_guide_makes_workers_members_of_rounds(fleet: Fleet, frontend: Runti
     wait_until(lambda: states(fleet) == dict.fromkeys(NAMES, "Active"), "both to be shown as Active")
     status = fleet.status("enginepool", "workers")
     assert (status["admissionGuarantee"], status["fencing"]) == ("DetectOnly", "Cooperative")
+    wait_until(lambda: said(fleet, "Degraded")[:2] == ("False", "AsExpected"), "nothing to be wrong")
     told = {e["name"]: e["instance"] for e in status["engines"]}
     assert all(re.fullmatch(r"[0-9]{1,20}", i) for i in told.values()), told
 

@@ -34,6 +34,10 @@ class Found:
     """Finished pods that are no engines any more; their addresses are to leave the routers."""
     problems: tuple[Problem, ...]
 
+    def is_engine(self, fact: PodFact) -> bool:
+        """Whether the pod is one of the engines, whatever was learned of it since."""
+        return any(f.uid == fact.uid for f in self.facts)
+
 
 async def find(ctx: Context, pool: Obj) -> Found | None:
     """The adopted engines of ``pool``; None: it makes its pods itself. The other pools are read live."""

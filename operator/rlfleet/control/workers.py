@@ -16,7 +16,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import EngineState, GateStatus
 from rlfleet.discovery.client import Unknown
 from rlfleet.plan.adopt import has_gate
-from rlfleet.plan.dynamo import Candidate, Listing, Standing, Verdict, join, strangers
+from rlfleet.plan.dynamo import Candidate, Listing, Standing, Verdict, considered, host_of, join, strangers
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.pool_status import Problem
 from rlfleet.plan.rounds import Engine
@@ -175,9 +175,10 @@ async def observe(ctx: Context, pool: Obj, facts: list[PodFact], memory: PoolMem
 
 def _strange(ctx: Context, pool: Obj, listing: Listing) -> Iterable[Problem]:
     """Workers that serve with nobody to keep them on the right weights."""
-    pods = ctx.pods.select(pool["metadata"]["namespace"], {})
-    addresses = [str(ip) for p in pods if has_gate(p) and (ip := (p.get("status") or {}).get("podIP"))]
-    found = strangers(listing, addresses, components=_components(pool))
+    namespace, components = pool["metadata"]["namespace"], _components(pool)
+    hosts = {host for w in considered(listing, components) if (host := host_of(w.system_url))}
+    gated = [h for h in hosts if any(has_gate(p) for p in ctx.pods.at_address(namespace, h))]
+    found = strangers(listing, gated, components=components)
     if found:
         first = found[0]
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -236,23 +236,13 @@ def is_at(url: str | None, ip: str, port: int) -> bool:
 
 def strangers(listing: Listing, addresses: Iterable[str], *, components: frozenset[str]) -> tuple[Worker, ...]:
     """Healthy workers at an address that no pod with a gate has: nobody keeps them on the right weights."""
-    known = {a for text in addresses if (a := _address(text)) is not None}
-    found = []
-    for w in considered(listing, components):
-        if not w.error and (host := _host(w.system_url)) not in known:
-            found.append((w, host))
-    return tuple(w for w, _ in found)
+    known = set(addresses)
+    return tuple(w for w in considered(listing, components) if not w.error and host_of(w.system_url) not in known)
 
 
-def _host(url: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def host_of(url: str | None) -> str | None:
+    """The IP address in the URL, as pods' addresses are written; None: it has none."""
     try:
-        return _address(urlsplit(url).hostname or "") if url else None
-    except ValueError:
-        return None
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(text)
+        return str(ipaddress.ip_address(urlsplit(url).hostname or "")) if url else None
     except ValueError:
         return None
