@@ -208,7 +208,7 @@ class PoolReconciler:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
         out.waits = turn.waits
-        present = self._facts(pool) if mine is None else [f for f in facts if mine.is_engine(f)]
+        present = self._facts(pool) if mine is None else mine.engines(facts)
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
         rows = rows_of(ctx, pool, present, plan, pipeline, found, memory, sleep, slots)
         await write_readiness(ctx, pool, rows, out, operating=bool(status.get("activeOperation")))

@@ -6,6 +6,7 @@ the pool's conditions, with its name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,10 @@ class Found:
     """Finished pods that are no engines any more; their addresses are to leave the routers."""
     problems: tuple[Problem, ...]
 
-    def is_engine(self, fact: PodFact) -> bool:
-        """Whether the pod is one of the engines, whatever was learned of it since."""
-        return any(f.uid == fact.uid for f in self.facts)
+    def engines(self, facts: Iterable[PodFact]) -> list[PodFact]:
+        """Those of ``facts`` that are engines, with whatever was learned of them since."""
+        mine = {f.uid for f in self.facts}
+        return [f for f in facts if f.uid in mine]
 
 
 async def find(ctx: Context, pool: Obj) -> Found | None:
