@@ -41,7 +41,8 @@ def test_a_pod_with_an_engines_labels_is_no_member_and_holds_nothing_up(fleet: F
     assert done["status"]["phase"] == "Succeeded", done["status"]
     assert [m["podUID"] for m in done["status"]["plan"]["members"]] == [pod["metadata"]["uid"]]
     assert not done["status"]["plan"].get("silent")
-    assert fleet.status("rlpipeline", "p")["engines"] == {"total": 1, "active": 1, "asleep": 0}
+    counts = {"total": 1, "active": 1, "asleep": 0}
+    wait_until(lambda: fleet.status("rlpipeline", "p")["engines"] == counts, "the pipeline to count its own engine")
 
 
 def test_a_pipeline_made_anew_replaces_engines_that_the_deleted_one_left_open(

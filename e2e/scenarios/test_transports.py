@@ -85,10 +85,14 @@ def test_broadcast_to_all_on_a_port_that_is_claimed_and_free(fleet: Fleet, clust
 def three_free_ports() -> int:
     """The first of three ports in a row that nobody uses now."""
     while True:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as second, socket.socket() as third:
             probe.bind(("127.0.0.1", 0))
             first: int = probe.getsockname()[1]
-        if first < 65000:
+            try:
+                second.bind(("127.0.0.1", first + 1))
+                third.bind(("127.0.0.1", first + 2))
+            except (OSError, OverflowError):
+                continue
             return first
 
 
