@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.scenarios.kit import ROOT, Fleet, engine_url, wait_until
+from e2e.scenarios.kit import ROOT, Fleet, engine_url, http, wait_until
 from e2e.scenarios.routers import NO_WORKER, PROGRAMS, Router, routed_fleet, router_entry, urls
 
 pytestmark = pytest.mark.cluster
@@ -78,6 +79,65 @@ def test_twenty_rounds_and_a_joiner_fail_no_request_and_send_none_to_an_unproven
     fleet.cluster.kubectl("delete", "epool/e", "-n", fleet.namespace, "--wait=true", timeout=120)
     assert router.listed() == set()
     assert router.generate()[0] == NO_WORKER[kind]
+
+
+class Completions(threading.Thread):
+    """A client of vLLM's own path, all the time; and a look at whom the router lists meanwhile."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+        self.answered = 0
+        self.failures: list[str] = []
+        self._stop_asking = threading.Event()
+
+    def run(self) -> None:
+        while not self._stop_asking.is_set():
+            body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 24, "return_token_ids": True}
+            code, answer = http("POST", self.router.url + "/v1/completions", body, timeout=120)
+            (choice,) = answer["choices"] if code == 200 else [{}]
+            if choice.get("finish_reason") == "length" and len(choice["token_ids"]) == 24:
+                self.answered += 1
+            else:
+                self.failures.append(f"{code}: {answer}")
+            for url in self.router.listed():
+                if http("GET", url + "/weight_info")[1]["weight_version"] == "default":
+                    self.failures.append(f"{url} is listed with the weights that it started with")
+
+    def ended(self) -> None:
+        """Wait for the answer to the last request."""
+        self._stop_asking.set()
+        self.join(120)
+        assert not self.is_alive()
+
+
+VLLM_ARGS = ("--api", "vllm", "--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)")
+
+
+@pytest.mark.slow
+def test_vllm_engines_behind_vllm_router_keep_their_requests_over_twenty_rounds(fleet: Fleet) -> None:
+    """Keep, vLLM's default, and a router that passes any path on: the engine refuses what is not for users."""
+    fleet.pipeline()
+    router = Router(fleet, "VLLMRouter")
+    engine = {"type": "VLLM", "gpusPerEngine": 1, "port": 30000}
+    fleet.pool(2, engine=engine, engine_args=VLLM_ARGS, routers=[router_entry("VLLMRouter")])
+    fleet.trainer()
+    pods = fleet.ready_engines(2)
+    assert router.listed() == set()
+    assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
+    client = Completions(router)
+    client.start()
+    try:
+        for version in range(20):
+            assert fleet.sync(version)["status"]["phase"] == "Succeeded"
+            labels = [http("GET", engine_url(pod) + "/weight_info")[1]["weight_version"] for pod in pods]
+            assert labels == [str(version)] * 2
+            # What a client of the router may pause without a key would hold up requests for ever.
+            assert http("POST", router.url + "/pause", {})[0] == 401
+    finally:
+        client.ended()
+    assert client.failures == []
+    assert client.answered > 20
 
 
 def test_every_router_of_a_pool_lists_the_engine_while_it_is_proven_and_one_that_is_replaced_is_healed(

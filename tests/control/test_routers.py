@@ -66,6 +66,20 @@ def test_fixed_url_needs_no_pod() -> None:
     assert [(e.name, e.url) for e in found.endpoints] == [("out", "http://1.2.3.4:5")]
 
 
+def test_metrics_of_a_router_are_on_the_host_of_its_api() -> None:
+    out = {"name": "out", "type": "SMG", "url": "https://1.2.3.4:5/base", "metricsPort": 29000}
+    found = resolve(
+        pool(routers=[{**SELECTED, "metricsPort": 29000}, SELECTED | {"name": "blind"}, out]), view(pod("r"))
+    )
+    assert [e.metrics for e in found.endpoints] == ["http://10.0.0.1:29000", None, "http://1.2.3.4:29000"]
+
+
+def test_pods_that_are_routers_themselves_are_no_program_to_call() -> None:
+    by_the_pod = [{"name": "a", "type": "Readiness"}, {"name": "b", "type": "InferencePool"}]
+    found = resolve(pool(routers=by_the_pod), view(pod("r")))
+    assert (found.endpoints, found.names, found.problems) == ((), frozenset(), ())
+
+
 @pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed"])
 def test_router_that_does_not_run_is_said_and_still_must_list_engines(phase: str) -> None:
     found = resolve(pool(routers=[SELECTED]), view(pod("r", phase=phase)))

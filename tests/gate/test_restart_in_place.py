@@ -85,3 +85,7 @@ def test_an_enrolment_without_a_container_has_the_digest_that_it_always_had() ->
     assert "engineProcess" not in plain.wire()
     assert plain.digest() == "acc7f98a97092c66c4525b833715764e"
     assert EnrollRequest(**told, engine_process="c1").digest() != plain.digest()
+    router = {"name": "main", "type": "SGLangRouter", "url": "http://r:1"}
+    behind = EnrollRequest(**{**told, "routers": (router,)})
+    assert behind.digest() == "62760f64719cfc55dd6a64970487df01"
+    assert EnrollRequest(**{**told, "routers": ({**router, "metrics": "http://r:2"},)}).digest() != behind.digest()

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 
-from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
+from rlfleet.calls import NoAnswer, NotSent, Refused
 from rlfleet.router import Entry, RouterAdapter, make_router, normal
 from rlfleet_vllm import control_key
 from tests.gate.kit import ROUTERS, Engine, Router, address, free_port
@@ -307,7 +307,7 @@ async def test_an_open_circuit_breaker_is_seen_where_the_metrics_are_known(
         router.close()
 
 
-RETRIES = ("--retry-max-retries", "100", "--retry-initial-backoff-ms", "100", "--retry-max-backoff-ms", "200")
+RETRIES = ("--retry-max-retries", "300", "--retry-initial-backoff-ms", "100", "--retry-max-backoff-ms", "200")
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
@@ -365,7 +365,8 @@ async def test_vllm_router_passes_unknown_paths_on_and_our_middleware_in_vllm_re
     reached: list[str] = []
 
     async def vllm(scope: Any, _: Any, send: Any) -> None:
-        reached.append(scope["path"])
+        if scope["path"] != "/health":
+            reached.append(scope["path"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
@@ -378,7 +379,6 @@ async def test_vllm_router_passes_unknown_paths_on_and_our_middleware_in_vllm_re
     try:
         await asyncio.to_thread(router.start)
         await adapter.add(f"http://{host}:30000", seconds=20)
-        reached.clear()
         for path in ("/pause", "/resume", "/update_weights", "/collective_rpc", "/sleep?level=2"):
             answer = await asyncio.to_thread(router.http.post, path, json={})
             assert (answer.status_code, reached) == (401, []), path
@@ -399,7 +399,7 @@ async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tm
     try:
         await asyncio.to_thread(router.start)
         # As somebody else adds it: unless an entry says otherwise it drains for 5 s.
-        body = {"url": worker.url, "health": {"drain_settle_secs": 2}}
+        body = {"url": worker.url, "health": {"drain_settle_secs": 4}}
         (await asyncio.to_thread(router.http.post, "/workers", json=body)).raise_for_status()
 
         async def there() -> bool:
@@ -417,25 +417,6 @@ async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tm
         await adapter.remove(worker.url, seconds=1)
         await adapter.add(worker.url, seconds=30)
         assert (await listed(router)) == [worker.url]
-    finally:
-        await adapter.close()
-        router.close()
-
-
-async def test_vllm_router_an_addition_that_nobody_waits_for_lists_nothing_later(tmp_path: Path) -> None:
-    router, worker = Router(tmp_path, "VLLMRouter"), Worker()
-    adapter = make_router("VLLMRouter", router.url)
-    try:
-        await asyncio.to_thread(router.start)
-        with pytest.raises(CallError):
-            await adapter.add(worker.url, seconds=0.5)
-        runner = await worker.start()
-        try:
-            # Another engine that is added now is asked, and the first one is not.
-            await adapter.add(worker.url, seconds=20)
-            assert worker.health_calls == 1
-        finally:
-            await runner.cleanup()
     finally:
         await adapter.close()
         router.close()
