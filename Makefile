@@ -92,12 +92,14 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 docs: $(STAMP) ## the documentation as a site, in site/; a warning is an error (seconds)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
-lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock, and those of the real engines into e2e/engines/*.lock
+lock: ## resolve the dependencies of pyproject.toml anew into requirements.lock, and those of real engines and of verl into theirs (e2e/engines, e2e/frameworks)
 	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	  --extra dev pyproject.toml -o requirements.lock
 	@for e in sglang vllm; do (cd e2e/engines && $(CURDIR)/$(BIN)/uv pip compile --quiet --python-platform x86_64-manylinux_2_34 --python-version 3.11 \
 	  --generate-hashes --no-emit-index-url --no-header --override $$e.overrides $$e.in -o $$e.lock); done
+	@cd e2e/frameworks && $(CURDIR)/$(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header verl.in -o verl.lock
 
 bench: $(STAMP) ## benchmarks, as ratios against a baseline of the same run
 	@for b in bench/*_leg.py bench/discovery.py bench/takeover.py; do echo "== $$b"; $(BIN)/python "$$b"; done

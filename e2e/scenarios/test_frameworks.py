@@ -1,7 +1,7 @@
 """docs/examples for training frameworks, run as they stand against one fleet: engines serve what each brings in.
 
-What a framework sends is replayed from the file of it that docs/guides/frameworks.md names: none of them installs
-without GPUs.
+What a framework sends is replayed from the file of it that docs/guides/frameworks.md names. verl installs without GPUs,
+so there the hook is a rollout of verl's own base class.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -23,7 +24,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
-from e2e.cluster.local import LocalCluster
+from e2e.cluster.local import ROOT, LocalCluster
+from e2e.frameworks import verl
 from e2e.scenarios.examples import EXAMPLES, example, state, with_the_reference_model
 from e2e.scenarios.kit import Fleet, Operator, engine_url, free_port, wait_until
 from rlfleet.client import Client
@@ -79,6 +81,7 @@ def test_examples_bring_their_weights_into_the_engines(
     engine_lists(stand)
     prime_rl(stand, tmp_path)
     verl_and_nemo_rl(stand)
+    verl_itself(stand)
 
 
 def nobody_is_open(stand: Stand) -> None:
@@ -240,3 +243,16 @@ def verl_and_nemo_rl(stand: Stand) -> None:
         with pytest.raises(ValueError, match="kv_scales"):
             nemo_rl.sync_weights(kv_scales={"layer": 1.0})
         nemo_rl.shutdown()
+
+
+def verl_itself(stand: Stand) -> None:
+    """The same hook, in an environment that has verl."""
+    command = [str(verl.install()), "-m", "e2e.frameworks.verl_rollout"]
+    env = {
+        "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}", "PATH": os.environ["PATH"], "HOST": stand.host, "VERSION": "7",
+        "NAMESPACE": stand.fleet.namespace, "KUBECONFIG": str(stand.fleet.cluster.kubeconfig),
+    }  # fmt: skip
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("verl 0.9.1 ['Rollout', 'RlfleetRollout', 'BaseRollout'"), done.stdout
+    stand.serves(7)

@@ -10,7 +10,7 @@ import pytest
 from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
-from rlfleet.plan.lifecycle import Derived, pod_fact
+from rlfleet.plan.lifecycle import Derived, adopted_fact, pod_fact
 from rlfleet.plan.pods import READY_WHEN_PROVEN_ENV, build_pod
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.readiness import changes, label_changes
@@ -102,6 +102,9 @@ def test_a_pod_is_made_without_the_label_whatever_its_template_says() -> None:
     assert pod_fact(pod, owner_uid="pool-uid").serving is False
     pod["metadata"]["labels"][labels.SERVING] = "true"
     assert pod_fact(pod, owner_uid="pool-uid").serving is True
+    assert adopted_fact(pod, 0).serving is False, "labels of adopted pods are never taken away"
+    pod["metadata"]["labels"][labels.SERVING] = "no"
+    assert pod_fact(pod, owner_uid="pool-uid").serving is False, "no selector of ours finds it"
 
 
 def test_the_condition_names_the_pod_that_is_meant() -> None:

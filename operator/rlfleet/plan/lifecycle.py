@@ -173,7 +173,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
         current=_current(pod, conditions),
-        serving=labels.SERVING in marks,
+        serving=marks.get(labels.SERVING) == "true",
         quarantine=quarantine_of(pod),
         tls=gate_variable(pod, TLS_DIR_ENV) is not None,
     )
@@ -189,7 +189,10 @@ def _current(pod: Mapping[str, Any], conditions: Mapping[Any, Any]) -> bool | No
 def adopted_fact(pod: Mapping[str, Any], index: int) -> PodFact:
     """Read one pod that somebody else makes, as engine ``index`` of the pool that adopts it."""
     fact = pod_fact(pod, owner_uid="")
-    return replace(fact, index=index, owned=True, template_hash="", assignment="", process=engine_process(pod))
+    # Labels of its pods are their maker's, also one that is spelled like ours.
+    return replace(
+        fact, index=index, owned=True, template_hash="", assignment="", process=engine_process(pod), serving=False
+    )
 
 
 def disruption_of(pod: Mapping[str, Any]) -> str:
