@@ -219,6 +219,23 @@ async def test_a_session_that_was_left_open_is_dropped_before_the_next(server: S
         await adapter.begin_update(2)
 
 
+async def test_recovery_leaves_no_session_open(server: Server, adapter: VLLMAdapter) -> None:
+    server.answer("POST", "/update_weights", (500, {"error": {"message": "update_info needs names or directory"}}))
+    await adapter.recover(2)
+    assert server.sent("/update_weights") == [{"update_info": {}}]
+    assert server.sent("/start_weight_update") == []
+    # Without the plug-in what was loaded in part must be put back, and that is seen by a checksum.
+    server.answer("GET", "/server_info", (200, info(plugin=False)))
+    bare = VLLMAdapter(server.url)
+    server.answer("POST", "/weight_checker", (200, {"checksums": {"a": "1"}}))
+    await bare.recover(2)
+    assert len(server.sent("/start_weight_update")) == len(server.sent("/finish_weight_update")) == 1
+    server.answer("POST", "/weight_checker", (500, {"error": {"message": "no data!"}}))
+    with pytest.raises(Refused, match="no data"):
+        await bare.recover(2)
+    await bare.close()
+
+
 async def test_directories_travel_by_the_plug_in_where_there_is_one(server: Server, adapter: VLLMAdapter) -> None:
     await adapter.load_directory("/staging/current", seconds=2)
     assert server.sent("/update_weights") == [{"update_info": {"directory": "/staging/current"}}]
