@@ -76,6 +76,7 @@ generate: $(STAMP) ## write the generated files: CRDs and pages of reference, th
 	@$(BIN)/python -m rlfleet.cli.reference --write
 	@$(BIN)/python -m e2e.chart --write
 	@$(BIN)/python -m e2e.reference --write
+	@$(BIN)/python -m e2e.compatibility --write
 
 verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/ruff format --check .
@@ -87,6 +88,7 @@ verify: $(STAMP) ## formatting, lint, types, layers, generated files
 	@$(BIN)/python -m rlfleet.cli.reference --check
 	@$(BIN)/python -m e2e.chart --check
 	@$(BIN)/python -m e2e.reference --check
+	@$(BIN)/python -m e2e.compatibility --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 docs: $(STAMP) ## the documentation as a site, in site/; a warning is an error (seconds)
