@@ -41,8 +41,8 @@ test: $(STAMP) ## all tests that need no root, WORKERS=2 files at a time, each w
 engines: $(STAMP) ## install real SGLang and vLLM for CPUs into the cache folder (e2e/engines/*.lock; 6 GB each, linked to uv's cache)
 	@$(BIN)/python -m e2e.engines install
 
-test-engines: engines ## all tests with real SGLang and vLLM engines, in a network namespace of their own (needs root; SHORT=1: those of CI; ARGS="-k ...")
-	@$(BIN)/python -m e2e.engines test $(if $(SHORT),-m "engines and not slow") $(ARGS)
+test-engines: engines ## all tests with real SGLang and vLLM engines, in a network namespace of their own (needs root; SHORT=1: the rounds of CI; ARGS="-k ...")
+	@$(BIN)/python -m e2e.engines test $(if $(SHORT),e2e/scenarios/test_real_engines.py -m "engines and not slow") $(ARGS)
 
 fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model, slow scenarios (hours; SHARD=1/3, STANDS=n, SECONDS=n per sweep, ARGS="-k ...", POINTS=n, POINT=text, REPEAT=n)
 	@RLFLEET_FAULT_REPORT=.fault/report$(if $(SHARD),-$(subst /,of,$(SHARD))).json RLFLEET_FAULT_SHARD=$(SHARD) \

@@ -80,6 +80,8 @@ class Real:
         kind, spec = obj["kind"], obj.get("spec") or {}
         if kind == "RLPipeline":
             spec.setdefault("sync", {})["deadlines"] = _DEADLINES
+            for node in (spec.get("trainer") or {}).get("gpus") or []:
+                node["devices"] = node["devices"][:1]  # as many as there are engines on them
             if self.engine == "VLLM" and spec["sync"].get("verify") == "Required":
                 # Checksums that mean nothing are no proof; a token that each engine generates is compared instead.
                 spec["sync"] |= {"verify": "IfSupported", "probeGeneration": True}
@@ -101,6 +103,9 @@ class Real:
         if program == "e2e.sim.trainer":
             container["args"] = [a for a in container["args"] if not a.startswith(("--base-timeout", "--sync-timeout"))]
             container["args"] += ["--base-timeout=600", "--sync-timeout=300"]
+            for variable in container["env"]:
+                if variable["name"] == "NVIDIA_VISIBLE_DEVICES":
+                    variable["value"] = variable["value"].split(",")[0]
         if program in ("e2e.sim.trainer", "e2e.sim.load"):
             container["args"] += [f"--model={MODEL}", f"--api={self.engine.lower()}"]
         if program == "sglang_router.launch_router" and self.engine == "VLLM":

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from e2e.cluster.hollow.control import HollowError
 from e2e.engines.asking import RealEngine
 from e2e.engines.environments import ENVIRONMENTS, installed
 from e2e.engines.making import make, shared_memory
 from e2e.engines.namespace import inside
 from e2e.engines.serving import pool
 from e2e.scenarios.kit import Fleet
-from e2e.scenarios.test_transports import NODE, TRAIN
 
 #: Seeds of the models that trainers publish.
 SEEDS = (100, 101, 102)
@@ -24,7 +25,7 @@ DISK = 103
 Expected = dict[int, list[list[int]]]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def private_network() -> Iterator[None]:
     """Nothing of this runs in anybody's network; SGLang's files in shared memory go afterwards."""
     if not inside():
@@ -52,6 +53,24 @@ def expected(models: Path) -> Expected:
     return read
 
 
+@pytest.fixture
+def told(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a failure: what pools and pods say, and the last lines of every container, before all of it goes."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed:
+        return
+    for kind in ("rlpipelines", "enginepools", "pods"):
+        for obj in fleet.cluster.get(kind, "-n", fleet.namespace)["items"]:
+            status = obj.get("status") or {}
+            said = [c for c in status.get("conditions") or [] if c.get("message") or c.get("status") != "True"]
+            print(f"{kind} {obj['metadata']['name']}: {status.get('phase', '')} {json.dumps(said)}")
+            for part in obj["spec"].get("containers") or []:
+                with suppress(HollowError, OSError):
+                    log = fleet.cluster.hollow.log(fleet.namespace, obj["metadata"]["name"], part["name"])
+                    print(f"  {part['name']}:", *log.read_text(errors="replace").splitlines()[-12:], sep="\n    ")
+
+
 #: Deadlines for engines that share two cores with everything else.
 SYNC: dict[str, Any] = {"deadlines": {"pendingSeconds": 120, "stagingSeconds": 60, "pausedSeconds": 60}}
 SERIALIZED = {"mode": "CPUSerialize", "backend": "gloo"}
@@ -60,6 +79,8 @@ BROADCAST = {"mode": "Broadcast", "backend": "gloo"}
 
 def pipeline(fleet: Fleet, transport: dict[str, Any], **how: Any) -> None:
     """Create or change the pipeline; ``how`` goes into spec.sync."""
+    from e2e.scenarios.test_transports import NODE, TRAIN
+
     fleet.pipeline(transport=transport, trainer={"gpus": [{"node": NODE, "devices": TRAIN}]}, sync={**SYNC, **how})
 
 

@@ -26,6 +26,7 @@ _ARGUMENTS = {
     ),
     "VLLM": (
         "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8", "--enforce-eager",
+        "--enable-scale-out",  # /inference/v1/generate, which alone tells the version of each token
     ),
 }  # fmt: skip
 _ENVIRONMENT = {

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.cluster.local import LocalCluster
+from e2e.engines.fixtures import expected, models, private_network, told
 from e2e.scenarios.kit import Fleet, Operator
+
+__all__ = ["expected", "models", "private_network", "told"]
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines.fixtures import private_network
 from e2e.scenarios.kit import ROOT
 
-__all__ = ["private_network"]
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.usefixtures("private_network"),
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

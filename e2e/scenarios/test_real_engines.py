@@ -7,7 +7,7 @@ weights can be held against an engine that loaded them from disk.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,33 +19,54 @@ from e2e.engines.fixtures import (
     SEEDS,
     SERIALIZED,
     Expected,
-    expected,
-    models,
     pipeline,
-    private_network,
     start,
     sync,
 )
 from e2e.engines.load import Clients
 from e2e.engines.prompts import PROMPTS
 from e2e.engines.reference import untrue
+from e2e.engines.serving import CONTEXT
 from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.test_transports import FREE, pinned
 
-__all__ = ["expected", "models", "private_network"]
-pytestmark = [pytest.mark.cluster, pytest.mark.engines]
+pytestmark = [pytest.mark.usefixtures("private_network", "told"), pytest.mark.cluster, pytest.mark.engines]
 
-LONG = 500
+#: As many tokens as fit behind the short prompt: seconds, in which a round can come.
+LONG = CONTEXT - len(PROMPTS[0]) - 1
 
 
-def in_flight(engine: RealEngine, prompt: list[int], tokens: int) -> Future[Answer]:
-    """Start a request and wait until the engine works on it."""
-    before = engine.running()
-    pool = ThreadPoolExecutor(1)
-    asked = pool.submit(engine.ask, prompt, tokens)
-    wait_until(lambda: asked.done() or engine.running() > before, "the request to run", every=0.01)
-    pool.shutdown(wait=False)
-    return asked
+def across(fleet: Fleet, engine: RealEngine, version: int, seed: int) -> Answer:
+    """A request that the engine works on when the round for ``version`` is ordered; the round has succeeded."""
+    fleet.publish(version, seed=seed)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.ask, PROMPTS[0], LONG)
+        wait_until(lambda: asked.done() or engine.running() > 0, "the request to run", every=0.01)
+        status = fleet.ended(fleet.order(version))["status"]
+        assert status["phase"] == "Succeeded", status
+        return asked.result()
+
+
+def crossing(fleet: Fleet, engine: RealEngine, seeds: dict[str, int], others: tuple[int, int]) -> None:
+    """Whole answers of which the first tokens are one version's and the last the next one's, as they say themselves.
+
+    ``seeds``: by version, the last one is in the engine; rounds add to it, with the weights of ``others`` in turn. An
+    engine may be between two requests just when a round pauses it: then the next round is tried.
+    """
+    for attempt in range(4):
+        last = max(int(v) for v in seeds)
+        seeds[str(last + 1)] = others[attempt % 2]
+        with Clients(lambda prompt: engine.ask(prompt, LONG), [PROMPTS[0], PROMPTS[0]]) as clients:
+            wait_until(lambda: engine.running() or clients.done or clients.failures, "requests to run", every=0.01)
+            sync(fleet, last + 1, seeds[str(last + 1)])
+        assert not clients.failures
+        for asked in clients.done:
+            assert (asked.answer.reason, len(asked.answer.tokens)) == ("length", LONG)
+            assert untrue(asked.prompt, asked.answer.tokens, asked.answer.spans, seeds) is None
+        versions = [[version for version, _, _ in asked.answer.spans] for asked in clients.done]
+        if [str(last), str(last + 1)] in versions:
+            return
+    pytest.fail(f"no request met a round: {versions}")
 
 
 def test_sglang_takes_both_transports_and_a_request_crosses_the_change(
@@ -69,17 +90,14 @@ def test_sglang_takes_both_transports_and_a_request_crosses_the_change(
     # The second prompt is long: answered from blocks of a cache, had anybody left one behind.
     assert engine.greedy() == expected[DISK]
 
-    asked = in_flight(engine, PROMPTS[0], LONG)
-    sync(fleet, 3, 101)
-    assert engine.checksum() == by_bytes
-    answer = asked.result()
-    assert (answer.reason, len(answer.tokens)) == ("length", LONG)
-    assert [version for version, _, _ in answer.spans] == ["2", "3"]
-    assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"2": DISK, "3": 101}) is None
-    assert engine.label() == "3"
-    assert engine.greedy() == expected[101]
+    seeds = {"2": DISK}
+    crossing(fleet, engine, seeds, (101, DISK))
+    last = max(int(v) for v in seeds)
+    assert engine.label() == str(last)
+    assert engine.greedy() == expected[seeds[str(last)]]
+    assert engine.checksum() == {101: by_bytes, DISK: from_disk}[seeds[str(last)]]
     digests = fleet.status("rlpipeline", "p")["committed"]["engineDigests"]
-    assert [d["digest"] for d in digests] == [by_bytes]
+    assert [d["digest"] for d in digests] == [engine.checksum()]
     # Only its gate drives it: whoever has not the pod's own key is turned away.
     assert engine.door() == 401
     wait_until(lambda: fleet.status("enginepool", "e").get("fencing") == "Enforced", "the pool to say so")
@@ -101,15 +119,12 @@ def test_vllm_takes_both_transports_and_a_request_crosses_the_change(
     assert status["plan"]["broadcast"] == 1
     assert engine.greedy() == expected[102]
 
-    asked = in_flight(engine, PROMPTS[0], LONG)
-    sync(fleet, 3, 101)
-    answer = asked.result()
-    assert (answer.reason, len(answer.tokens)) == ("length", LONG)
-    # Kept, and recomputed when it went on: the first tokens are the old weights', the others the new ones'.
-    assert [version for version, _, _ in answer.spans] == ["2", "3"]
-    assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"2": 102, "3": 101}) is None
-    assert engine.label() == "3"
-    assert engine.greedy() == expected[101]
+    # Kept, and recomputed when it went on.
+    seeds = {"2": 102}
+    crossing(fleet, engine, seeds, (101, 102))
+    last = max(int(v) for v in seeds)
+    assert engine.label() == str(last)
+    assert engine.greedy() == expected[seeds[str(last)]]
     # Its checksums mean nothing on a CPU (packed weights hash as empty), so nothing of them is recorded as proof.
     assert not fleet.status("rlpipeline", "p")["committed"].get("engineDigests")
     assert engine.door() == 401
@@ -137,16 +152,12 @@ def test_sglang_under_load_ends_requests_as_the_mode_says(fleet: Fleet, models: 
 
     # Wait: a request ends with the weights that it began with.
     pipeline(fleet, SERIALIZED, drainSeconds=60, quiesce={"mode": "Wait"})
-    crossed = in_flight(engine, PROMPTS[0], LONG)
-    sync(fleet, 7, SEEDS[0])
-    answer = crossed.result()
+    answer = across(fleet, engine, 7, SEEDS[0])
     assert (answer.reason, [v for v, _, _ in answer.spans]) == ("length", ["6"])
     # Abort: it ends at once, with what it had. The weights of its tokens are those of one version.
     pipeline(fleet, SERIALIZED, quiesce={"mode": "Abort"})
-    crossed = in_flight(engine, PROMPTS[0], 900)
-    sync(fleet, 8, SEEDS[1])
-    answer = crossed.result()
+    answer = across(fleet, engine, 8, SEEDS[1])
     assert (answer.reason, [v for v, _, _ in answer.spans]) == ("abort", ["7"])
-    assert len(answer.tokens) < 900
+    assert len(answer.tokens) < LONG
     assert untrue(PROMPTS[0], answer.tokens, answer.spans, {"7": SEEDS[0]}) is None
     assert engine.greedy() == expected[SEEDS[1]]

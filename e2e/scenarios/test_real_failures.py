@@ -15,10 +15,7 @@ from e2e.engines.fixtures import (
     SEEDS,
     SERIALIZED,
     Expected,
-    expected,
-    models,
     pipeline,
-    private_network,
     start,
     sync,
 )
@@ -27,8 +24,12 @@ from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.test_trainer_failures import strike
 from e2e.scenarios.test_transports import FREE, pinned
 
-__all__ = ["expected", "models", "private_network"]
-pytestmark = [pytest.mark.cluster, pytest.mark.engines, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("private_network", "told"),
+    pytest.mark.cluster,
+    pytest.mark.engines,
+    pytest.mark.slow,
+]
 
 DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 40}
 RECEIVED = "POST /update_weights_from_distributed"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e.engines.asking import RealEngine
-from e2e.engines.fixtures import DISK, SEEDS, Expected, expected, models, pipeline, private_network, start, sync
+from e2e.engines.fixtures import DISK, SEEDS, SERIALIZED, Expected, pipeline, start, sync
 from e2e.engines.load import Clients
 from e2e.engines.prompts import PROMPTS
 from e2e.engines.reference import untrue
@@ -16,21 +16,26 @@ from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.routers import Router, router_entry
 from e2e.scenarios.test_transports import FREE, TRAIN, pinned
 
-__all__ = ["expected", "models", "private_network"]
-pytestmark = [pytest.mark.cluster, pytest.mark.engines, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("private_network", "told"),
+    pytest.mark.cluster,
+    pytest.mark.engines,
+    pytest.mark.slow,
+]
 
 
 def test_one_fleet_of_three_makes_by_both_transports_under_load(fleet: Fleet, models: Path, expected: Expected) -> None:
-    """The real SGLang and a reference engine on the trainer's devices, vLLM and another reference engine elsewhere."""
-    pipeline(fleet, {"mode": "Auto", "assertMixed": True, "backend": "gloo"})
+    """Reference engines on the trainer's devices get their weights serialized, the real ones elsewhere by broadcast."""
+    mixed = {"mode": "Auto", "assertMixed": True, "backend": "gloo"}
+    pipeline(fleet, mixed)
     router, other = Router(fleet), Router(fleet, "VLLMRouter", "other")
     fleet.trainer(MODEL=MODEL)
     fleet.pool(
         2, name="reference", backend="torch", engine_args=("--model", MODEL), routers=[router_entry()],
-        placement=pinned([TRAIN[0], FREE[0]]),
+        placement=pinned(TRAIN),
     )  # fmt: skip
     fleet.ready_engines(2)
-    start(fleet, "SGLang", models, name="sglang", routers=[router_entry()], placement=pinned([TRAIN[1]]), present=2)
+    start(fleet, "SGLang", models, name="sglang", routers=[router_entry()], placement=pinned([FREE[0]]), present=2)
     behind = [router_entry("VLLMRouter", "other")]
     start(fleet, "VLLM", models, name="vllm", routers=behind, placement=pinned([FREE[1]]), present=3)
     pods = fleet.ready_engines(4)
@@ -51,8 +56,10 @@ def test_one_fleet_of_three_makes_by_both_transports_under_load(fleet: Fleet, mo
     ):
         for version in range(1, 5):
             seeds[str(version)] = SEEDS[version % len(SEEDS)]
+            pipeline(fleet, SERIALIZED if version == 3 else mixed)
             status = sync(fleet, version, seeds[str(version)])
-            assert (status["plan"]["serialized"], status["plan"]["broadcast"]) == (2, 2)
+            how = (status["plan"].get("serialized", 0), status["plan"].get("broadcast", 0))
+            assert how == ((4, 0) if version == 3 else (2, 2))
             for engine in engines:
                 assert engine.label() == str(version)
                 assert engine.greedy() == expected[seeds[str(version)]], (engine.name, version)

@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 
 from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
-from rlfleet.calls import CallError
+from rlfleet.calls import CallError, Refused
 from rlfleet.engine import Capability, EngineAdapter, Facts, View, known
 from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
@@ -82,7 +82,9 @@ class EngineLink:
             if Capability.CHECKSUM in facts.capabilities and not await self._checksum_means_something():
                 facts = replace(facts, capabilities=facts.capabilities - {Capability.CHECKSUM})
         except CallError as e:
-            log.debug("engine facts are not known yet: %s", e)
+            # One that says no is up, and will hardly say yes the next time: people must be able to see it.
+            level = logging.WARNING if isinstance(e, Refused) else logging.DEBUG
+            log.log(level, "engine facts are not known yet: %s", e)
             return None
         unknown = None if self._allow_unknown_version else known.refusal(self.adapter.type, facts.version)
         if facts.refused is None and unknown is None:
