@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlfleet.gate.app import LOOP_SECONDS
 from rlfleet.plan import presets, template
 from rlfleet.plan.pods import build_pod
 from rlfleet.plan.template import InvalidPool
@@ -93,6 +94,21 @@ def test_the_users_key_comes_from_a_secret_to_engine_and_gate(kind: str) -> None
     assert env(container(pod, "engine"))["RLFLEET_ENGINE_API_KEY"] == said
     assert env(container(pod, "gate"))["RLFLEET_ENGINE_API_KEY"] == said
     assert "--api-key=$(RLFLEET_ENGINE_API_KEY)" in container(pod, "engine")["args"]
+
+
+def test_the_start_of_an_engine_that_demands_the_users_key_is_asked_of_its_gate() -> None:
+    """SGLang answers /model_info 401 without the key, and a probe has none; vLLM's /health is open."""
+    keyed = {"model": "m", "apiKeySecretRef": {"name": "keys", "key": "user"}}
+    probe = container(build(pool("SGLang", **keyed)), "engine")["startupProbe"]
+    assert probe["httpGet"] == {"path": "/enginez", "port": 9440}
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 3600
+    assert probe["timeoutSeconds"] > LOOP_SECONDS
+    secured = build_pod(pool("SGLang", **keyed), 0, "a-0-00000", public_keys={"kid": "key"}, tls_secret="certs")
+    assert container(secured, "engine")["startupProbe"]["httpGet"]["scheme"] == "HTTPS"
+    for kind, path in (("VLLM", "/health"), ("SGLang", "/model_info")):
+        spec = keyed if kind == "VLLM" else {"model": "m"}
+        found = container(build(pool(kind, **spec)), "engine")["startupProbe"]
+        assert found["httpGet"] == {"path": path, "port": 30000}
 
 
 def test_a_program_of_the_templates_own_stays_to_the_letter() -> None:

@@ -225,19 +225,24 @@ def _engine_container(
             "livenessProbe",
             {**_probe("/enginez", gate_port(pool), tls, period=15, failures=20), "timeoutSeconds": ENGINE_LIVE_TIMEOUT},
         )
-    container.setdefault(
-        "startupProbe",
-        {
-            "httpGet": {"path": STARTED_PATH[engine_of(pool)["type"]], "port": engine_port(pool)},
-            "periodSeconds": ENGINE_START_PERIOD,
-            "timeoutSeconds": 5,
-            "failureThreshold": ENGINE_START_FAILURES,
-        },
-    )
+    container.setdefault("startupProbe", _started(pool, keyed=preset.start_is_keyed, tls=tls))
     if assignment is None and not is_claims(pool) and not asks_gpu(container) and not asks_claims(container):
         resources = container["resources"] = dict(container.get("resources") or {})
         for part in ("requests", "limits"):
             resources[part] = {**(resources.get(part) or {}), GPU_RESOURCE: str(gpus_per_engine(pool))}
+
+
+def _started(pool: Mapping[str, Any], *, keyed: bool, tls: bool) -> Obj:
+    """Asks the engine itself whether it is up; its gate where the path ``keyed`` is closed to who has no key."""
+    if keyed and engine_of(pool).get("apiKeySecretRef"):
+        probe = _probe("/enginez", gate_port(pool), tls, period=ENGINE_START_PERIOD, failures=ENGINE_START_FAILURES)
+        return {**probe, "timeoutSeconds": ENGINE_LIVE_TIMEOUT}
+    return {
+        "httpGet": {"path": STARTED_PATH[engine_of(pool)["type"]], "port": engine_port(pool)},
+        "periodSeconds": ENGINE_START_PERIOD,
+        "timeoutSeconds": 5,
+        "failureThreshold": ENGINE_START_FAILURES,
+    }
 
 
 def _with_plugin(given: list[Obj]) -> list[Obj]:

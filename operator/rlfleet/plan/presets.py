@@ -53,6 +53,8 @@ class Preset:
     """Environment without which the engine can not be driven."""
     usual: Mapping[str, str] = field(default_factory=dict)
     """Environment that the template may set otherwise."""
+    start_is_keyed: bool = False
+    """STARTED_PATH is one of users: with a key of users no kubelet can ask for it."""
 
 
 PRESETS: Final[Mapping[str, Preset]] = {
@@ -64,6 +66,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
         always=(f"--admin-api-key=$({ADMIN_KEY_ENV})", "--enable-metrics"),
         offload=("--enable-memory-saver",),
         owned=("--admin-api-key",),
+        start_is_keyed=True,
     ),
     VLLM: Preset(
         program=("python3", "-m", "vllm.entrypoints.openai.api_server"),
