@@ -170,6 +170,20 @@ async def test_slow_workers_hold_up_each_other_and_are_asked_no_longer_than_need
     assert not any("error" in w for w in (await fleet.read()).values())
 
 
+async def test_frozen_workers_take_no_turn_from_who_comes_after_them() -> None:
+    fleet = Fleet(40, cap=8)
+    fleet.takes = {w.pod: 1000.0 for w in fleet.workers}
+    assert all("error" in w for w in (await fleet.read()).values())
+    frozen = asyncio.create_task(fleet.read())
+    await asyncio.sleep(1)
+    assert fleet.under_way.total() == 4
+    fleet.workers = [worker("well")]
+    began = now()
+    assert "error" not in (await fleet.read(Scope("team")))["well"]
+    assert now() - began < 1
+    frozen.cancel()
+
+
 async def test_workers_that_did_not_answer_are_asked_again_even_with_a_single_turn() -> None:
     fleet = Fleet(3, cap=1)
     fleet.takes = {"e-1": 0}

@@ -6,7 +6,8 @@ Invariants:
   probe under way and one that waits at most, however many readers there are. Only that a worker did not answer may have
   been asked before: it promises nothing, and waiting for the same silence again would double every reader's time;
 - a reader's deadline covers the wait for its turn and the probe; a worker that has not answered by then is missing;
-- workers that did not answer the last time get half of the turns at most, so they hold up each other only.
+- workers that did not answer the last time get half of the turns at most, also while nobody else wants one: whoever
+  comes next would wait for them. So they hold up each other only.
 """
 
 from __future__ import annotations
@@ -174,12 +175,14 @@ class Prober:
             self._running[uid] = flight
             loop = asyncio.get_running_loop()
             seconds = min(PROBE_SECONDS, max(c.deadline for c in flight.waiters) - loop.time())
-            task = loop.create_task(self._fly(flight, seconds), name="probe")
+            suspect = uid in self._suspects
+            self._suspects_running += suspect
+            task = loop.create_task(self._fly(flight, seconds, suspect=suspect), name="probe")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _pick(self) -> _Flight | None:
-        may_bad = bool(self._bad) and (not self._good or self._suspects_running < max(1, self._cap // 2))
+        may_bad = bool(self._bad) and self._suspects_running < max(1, self._cap // 2)
         if may_bad and (not self._good or self._good_had_the_last):
             self._good_had_the_last = False
             return self._bad.popleft()
@@ -188,10 +191,8 @@ class Prober:
         self._good_had_the_last = True
         return self._good.popleft()
 
-    async def _fly(self, flight: _Flight, seconds: float) -> None:
+    async def _fly(self, flight: _Flight, seconds: float, *, suspect: bool) -> None:
         worker = flight.worker
-        suspect = worker.uid in self._suspects
-        self._suspects_running += suspect
         try:
             entry = await self._entry(worker, seconds)
         finally:
