@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1 import EngineState
-from rlfleet.control.workers import WorkerMemory, frontend_url, stand
+from rlfleet.control.workers import WorkerMemory, _strange, frontend_url, stand
 from rlfleet.discovery.client import Unknown
 from rlfleet.plan.catchup import needs as needs_catch_up
 from rlfleet.plan.drops import to_close as round_closes
@@ -23,6 +24,7 @@ from rlfleet.plan.repair import Act, needs
 from rlfleet.plan.rounds import Committed, Engine, RoundPlan
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.verdicts import Verdict, abort, could_serve, reopening
+from tests.control.test_routers import engine_pod, pod, view
 from tests.plan.pool_kit import fact
 from tests.plan.pool_kit import gate as pool_gate
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, sender
@@ -155,6 +157,15 @@ def test_one_that_answers_and_does_not_say_who_it_is_is_unknown_and_one_that_sta
     assert (nameless.kept_out, bool(nameless.undiscovered)) == ("", True)
     (starting,) = seen(WorkerMemory(), told(worker()), one(number=None, state="Starting"))
     assert (starting.kept_out, starting.undiscovered) == ("", "")
+
+
+def test_a_listed_worker_in_no_pod_with_a_gate_is_told() -> None:
+    pods = view(engine_pod("a", "10.0.0.7"), pod("gateless", "10.0.0.8"))
+    ctx: Any = SimpleNamespace(pods=pods)
+    assert list(_strange(ctx, POOL, told(worker()))) == []
+    (problem,) = _strange(ctx, POOL, told(worker(), worker("8"), worker("9")))
+    assert problem.reason is Reason.WORKER_NOT_JOINED
+    assert "worker dynamo/backend/8 at http://10.0.0.8:8081 and 1 more" in problem.message
 
 
 def test_the_frontend_of_a_service() -> None:

@@ -177,7 +177,7 @@ def _strange(ctx: Context, pool: Obj, listing: Listing) -> Iterable[Problem]:
     """Workers that serve with nobody to keep them on the right weights."""
     namespace, components = pool["metadata"]["namespace"], _components(pool)
     hosts = {host for w in considered(listing, components) if (host := host_of(w.system_url))}
-    gated = [h for h in hosts if any(has_gate(p) for p in ctx.pods.at_address(namespace, h))]
+    gated = [p["status"]["podIP"] for p in ctx.pods.at_address(namespace, *hosts) if has_gate(p)]
     found = strangers(listing, gated, components=components)
     if found:
         first = found[0]

@@ -168,11 +168,14 @@ class Reflector:
         wanted = match_labels.items()
         return [o for o in candidates if wanted <= (o["metadata"].get("labels") or {}).items()]
 
-    def at_address(self, namespace: str, ip: str) -> list[Obj]:
-        """Objects of ``namespace`` whose status.podIP is ``ip``."""
-        if not ip:
+    def at_address(self, namespace: str, *ips: str) -> list[Obj]:
+        """Objects of ``namespace`` whose status.podIP is one of ``ips``; one walk over all objects."""
+        wanted = {ip for ip in ips if ip}
+        if not wanted:
             return []
-        keys = [k for k, o in self._objects.items() if k[0] == namespace and (o.get("status") or {}).get("podIP") == ip]
+        keys = [
+            k for k, o in self._objects.items() if k[0] == namespace and (o.get("status") or {}).get("podIP") in wanted
+        ]
         return [self._objects[k] for k in sorted(keys)]
 
     def __len__(self) -> int:
