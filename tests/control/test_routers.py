@@ -121,6 +121,7 @@ def test_a_living_engine_of_any_pool_keeps_its_entry_in_its_own_routers() -> Non
     assert found == {"10.0.0.1": {"http://r1"}, "10.0.0.2": {"http://r2"}, "10.0.0.3": set()}
     assert routers_of(seen.at_address("elsewhere", "10.0.0.1"), pools, seen) == set()
     assert seen.at_address("ns", "") == []
+    assert [p["metadata"]["name"] for p in seen.at_address("ns", "10.0.0.3", "", "10.0.0.1")] == ["adopted", "r"]
 
 
 def test_addresses() -> None:
@@ -170,6 +171,18 @@ async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: 
     finally:
         await clients.close()
         await adapter.close()
+
+
+async def test_a_router_that_became_one_of_another_type_is_called_as_that() -> None:
+    clients = RouterClients(timeout=5, guard=Guard.unelected())
+    for kind in RouterType:
+        endpoint = RouterEndpoint(name="main", type=kind, url="http://10.0.0.1:30001")
+        assert clients._client(endpoint).type == kind.value
+        assert clients._client(endpoint) is clients._client(endpoint)
+    await clients.keep_only({"http://10.0.0.1:30001"})
+    assert len(clients._clients) == len(RouterType)
+    await clients.close()
+    assert not clients._clients
 
 
 @pytest.mark.parametrize(("shared", "stays"), [(True, True), (False, False)])

@@ -100,12 +100,16 @@ def _runs(pod: Mapping[str, Any]) -> bool:
 
 
 class RouterClients:
-    """Connections to routers, one per URL. Only a leader removes anything (NotLeader otherwise)."""
+    """Connections to routers, one per type and URL. Only a leader removes anything (NotLeader otherwise).
+
+    A pool's router may become one of another type at the same URL: the calls of the type before are not its own then,
+    and a vllm-router would pass them on to an engine.
+    """
 
     def __init__(self, *, timeout: float, guard: Guard, parallel: int = 16) -> None:
         self._timeout = timeout
         self._guard = guard
-        self._clients: dict[str, RouterAdapter] = {}
+        self._clients: dict[tuple[RouterType, str], RouterAdapter] = {}
         self._slots = asyncio.Semaphore(parallel)
 
     async def remove(self, endpoints: Iterable[RouterEndpoint], url: str) -> dict[str, str | None]:
@@ -126,14 +130,15 @@ class RouterClients:
 
     async def keep_only(self, urls: set[str]) -> None:
         """Close the connections to routers that are not in ``urls`` any more."""
-        for url in [u for u in self._clients if u not in urls]:
-            await self._clients.pop(url).close()
+        for key in [k for k in self._clients if k[1] not in urls]:
+            await self._clients.pop(key).close()
 
     async def close(self) -> None:
         """Close all connections."""
         await self.keep_only(set())
 
     def _client(self, endpoint: RouterEndpoint) -> RouterAdapter:
-        if endpoint.url not in self._clients:
-            self._clients[endpoint.url] = make_router(endpoint.type.value, endpoint.url)
-        return self._clients[endpoint.url]
+        key = (endpoint.type, endpoint.url)
+        if key not in self._clients:
+            self._clients[key] = make_router(endpoint.type.value, endpoint.url)
+        return self._clients[key]
