@@ -399,7 +399,7 @@ async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tm
     try:
         await asyncio.to_thread(router.start)
         # As somebody else adds it: unless an entry says otherwise it drains for 5 s.
-        body = {"url": worker.url, "health": {"drain_settle_secs": 4}}
+        body = {"url": worker.url, "health": {"drain_settle_secs": 8}}
         (await asyncio.to_thread(router.http.post, "/workers", json=body)).raise_for_status()
 
         async def there() -> bool:
@@ -413,13 +413,42 @@ async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tm
             await adapter.remove(worker.url, seconds=0.2)
         await adapter.add(worker.url, seconds=30)
         assert await adapter.look(worker.url, 5) == Entry(listed=True)
-        # Ours drains for no time at all, so there is nothing that could take a later entry away.
-        await adapter.remove(worker.url, seconds=1)
+        # Ours drains for no time at all, not for the usual 5 s: there is nothing that could take a later entry away.
+        await adapter.remove(worker.url, seconds=4)
         await adapter.add(worker.url, seconds=30)
         assert (await listed(router)) == [worker.url]
     finally:
         await adapter.close()
         router.close()
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+async def test_what_somebody_else_has_listed_may_be_no_url(kind: str) -> None:
+    """It is none of ours, and must not hide what is."""
+    own = "http://10.0.0.1:30000"
+    listed = [{"url": url, "is_healthy": True} for url in ("http://[x", "grpc://b:none", "http://c:99999", own + "/")]
+    breakers = "".join(f'smg_worker_cb_state{{worker="{w["url"]}"}} 1\n' for w in listed)
+
+    async def workers(_: web.Request) -> web.Response:
+        return web.json_response({"workers": listed})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=breakers)
+
+    app = web.Application()
+    app.router.add_get("/workers", workers)
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host = address()
+    await web.TCPSite(runner, host, 30001).start()
+    adapter = make_router(kind, f"http://{host}:30001", f"http://{host}:30001")
+    try:
+        assert await adapter.look(own, 30) == Entry(listed=True, shunned="its circuit breaker is open")
+        assert await adapter.look("http://10.0.0.2:30000", 30) == Entry(listed=False)
+    finally:
+        await adapter.close()
+        await runner.cleanup()
 
 
 def test_unknown_types_are_refused() -> None:

@@ -57,7 +57,8 @@ class WorkerList:
             return Entry(listed=False)
         if not any(w.get("is_healthy") for w in mine):
             return Entry(listed=True, shunned=f"its health check says {mine[0].get('status') or 'unhealthy'}")
-        if normal(url) in await self._broken(seconds):
+        own = normal(url)
+        if any(_is(broken, own) for broken in await self._broken(seconds)):
             return Entry(listed=True, shunned="its circuit breaker is open")
         return Entry(listed=True)
 
@@ -67,21 +68,18 @@ class WorkerList:
         workers = answer.body.get("workers") if isinstance(answer.body, dict) else None
         if not isinstance(workers, list):
             raise Refused("GET /workers", answer.status, "the answer holds no list of workers: is this the router?")
-        return [
-            w
-            for w in workers
-            if isinstance(w, dict) and isinstance(w.get("url"), str) and normal(w["url"]) == normal(url)
-        ]
+        own = normal(url)
+        return [w for w in workers if isinstance(w, dict) and isinstance(w.get("url"), str) and _is(w["url"], own)]
 
     async def _broken(self, seconds: float) -> frozenset[str]:
-        """Workers whose circuit breaker is open, as last read."""
+        """URLs of workers whose circuit breaker is open, as the router writes them, as last read."""
         now = time.monotonic()
         if self._metrics is not None and now >= self._asked + BREAKER_SECONDS:
             self._asked = now
             try:
                 answer = await self._metrics.call("GET", "/metrics", seconds=seconds)
-                self._open = frozenset(normal(url) for url in _OPEN.findall(answer.text))
-            except (CallError, ValueError) as e:
+                self._open = frozenset(_OPEN.findall(answer.text))
+            except CallError as e:
                 log.debug("circuit breakers of router %s are not known: %s", self._http.base_url, e)
                 self._open = frozenset()
         return self._open
@@ -102,3 +100,11 @@ class WorkerList:
     async def _delete(self, worker: dict[str, Any]) -> None:
         """Ask for the removal of one entry; one that is gone meanwhile is no failure."""
         raise NotImplementedError
+
+
+def _is(text: str, own: str) -> bool:
+    """``text`` is a spelling of ``own`` (a normal form). What somebody else has listed may be no URL at all."""
+    try:
+        return normal(text) == own
+    except ValueError:
+        return False
