@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from e2e.dynamo.fixtures import installed
 from e2e.dynamo.runtime import Runtime
 from rlfleet.api.discovery import RLWorkers
 from rlfleet.discovery.client import Frontends, Unknown
@@ -50,6 +51,7 @@ async def test_a_failure_is_unknown_to_it_and_never_empty(site: Site, frontends:
 
 async def test_the_real_frontends_list_has_our_form(tmp_path: Path, site: Site) -> None:
     """What Dynamo itself lists is read by the model that we write with, which refuses members that it does not know."""
+    installed()
     runtime = Runtime(tmp_path / "dynamo")
     try:
         runtime.start_frontend()
