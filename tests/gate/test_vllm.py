@@ -85,6 +85,15 @@ def test_a_fresh_engine_is_closed_and_opens_only_with_proven_weights(operator: O
     assert engine.generate(8)["token_ids"] == old
 
 
+def test_an_engine_that_somebody_else_paused_is_closed_as_well(start: Callable[..., VLLM], make_gate: MakeGate) -> None:
+    """It never admitted a request before its gate's eyes, and yet says itself that it is paused."""
+    engine = start()
+    assert engine.http.post("/pause?mode=keep").status_code == 200
+    operator = Operator(make_gate(engine.url, RLFLEET_ENGINE_TYPE="VLLM")).ready()
+    operator.serve(Weights.of(1), 1)
+    assert len(engine.generate(4)["token_ids"]) == 4
+
+
 @pytest.mark.parametrize(
     ("mode", "end"), [(None, "length"), ("Retract", "length"), ("Wait", "length"), ("Abort", "abort")]
 )
