@@ -197,7 +197,7 @@ class RlfleetWeights(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _missing_shards(model: torch.nn.Module) -> list[str]:
-    """Fused weights that still wait for a part (``q_proj`` came, ``k_proj`` did not)."""
+    """Fused weights and biases that still wait for a part (``q_proj`` came, ``k_proj`` did not)."""
     missing = []
     for name, layer in model.named_modules():
         if isinstance(layer, QKVParallelLinear):
@@ -207,11 +207,12 @@ def _missing_shards(model: torch.nn.Module) -> list[str]:
         else:
             continue
         # What is complete was processed, and waits for nothing.
-        waiting = [args.arguments for name, args in get_layerwise_info(layer).loaded_weights if name == "weight"]
-        given = {arguments.get("loaded_shard_id") for arguments in waiting}
-        if given and None not in given:
-            flat = {part for shard in given for part in (shard if isinstance(shard, tuple) else (shard,))}
-            missing += [f"{name}.weight[{shard}]" for shard in sorted(whole - flat, key=str)]
+        waiting = get_layerwise_info(layer).loaded_weights
+        for part in ("weight", "bias"):
+            given = {args.arguments.get("loaded_shard_id") for which, args in waiting if which == part}
+            if given and None not in given:
+                flat = {one for shard in given for one in (shard if isinstance(shard, tuple) else (shard,))}
+                missing += [f"{name}.{part}[{shard}]" for shard in sorted(whole - flat, key=str)]
     return missing
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlfleet.router import make_router
 from rlfleet.sender import WeightSender
 from rlfleet_vllm.control_key import is_open
 from tests.gate.kit import Router
-from tests.netns import INSIDE
+from tests.netns import INSIDE, ROOT
 from tests.sender.caller import POD_UID, Operator, public
 from tests.sender.test_broadcast import free_port, order, start
 from tests.vllm_plugin.real import ADDRESS, KEY, USERS, VLLM, Trainer, announce, bucket, checkpoints, directory
@@ -83,6 +84,41 @@ def trainer() -> Iterator[tuple[WeightSender, Operator]]:
     yield sender, operator
     operator.http.close()
     sender.close()
+
+
+#: Layers as a load left them that brought some parts of fused parameters only; the tiny model has no biases.
+SHARDS = """
+from types import SimpleNamespace
+import torch
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from rlfleet_vllm.backend import _missing_shards
+
+def layer(kind, **given):
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    for name, shards in given.items():
+        for shard in shards:
+            one = (name, SimpleNamespace(arguments={"loaded_shard_id": shard}))
+            get_layerwise_info(made).loaded_weights.append(one)
+    return made
+
+model = torch.nn.Module()
+model.qkv = layer(QKVParallelLinear, weight="qkv", bias="qv")
+model.up = layer(MergedColumnParallelLinear, weight=[0], bias=[(0, 1)])
+model.up.output_sizes = [2, 2]
+model.whole = layer(QKVParallelLinear, weight=[None], bias="qkv")
+print(*_missing_shards(model))
+"""
+
+
+def test_a_part_of_a_fused_bias_is_missed_as_one_of_a_weight_is() -> None:
+    if (vllm := installed("VLLM")) is None:
+        pytest.fail("vLLM is not installed: make engines")
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT / "operator")}
+    done = subprocess.run([str(vllm), "-c", SHARDS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["qkv.bias[k]", "up.weight[1]"]
 
 
 def load(engine: VLLM, *paths: Path) -> None:
