@@ -23,7 +23,7 @@ from rlfleet.app.settings import Settings
 from rlfleet.control.keys import PRIVATE_FIELD, SigningKeys
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import load
-from rlfleet.kube.limiter import RateLimiter
+from rlfleet.kube.limiter import Priority, RateLimiter
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.discovery import instance_id
@@ -138,7 +138,9 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 @asynccontextmanager
-async def serving(world: World, folder: Path, **settings: Any) -> AsyncIterator[Discovery]:
+async def serving(
+    world: World, folder: Path, limiter: RateLimiter | None = None, **settings: Any
+) -> AsyncIterator[Discovery]:
     """Discovery with a view of pods that is being made."""
     kubeconfig = folder / "kubeconfig"
     cluster = {"name": "c", "cluster": {"server": str(world.apiserver.make_url("")).rstrip("/")}}
@@ -155,7 +157,7 @@ async def serving(world: World, folder: Path, **settings: Any) -> AsyncIterator[
     async def source() -> Any:
         return await load(str(kubeconfig))
 
-    async with KubeClient(source, limiter=RateLimiter(1000, 1000)) as kube:
+    async with KubeClient(source, limiter=limiter or RateLimiter(1000, 1000)) as kube:
         view = Reflector(kube, PODS, index_labels=(labels.POOL,), namespaces=chosen.watch_namespaces)
         task = asyncio.create_task(view.run())
         if world.listing_pods.is_set():
@@ -225,6 +227,29 @@ async def test_a_base_url_narrows_the_list(world: World, tmp_path: Path) -> None
         assert (status, body["error"]) == (404, "denied")
         assert "ns is not served" in body["message"]
         assert pods_of(await get(served)) == set()
+
+
+class Asked(RateLimiter):
+    """Remembers for whom there were calls."""
+
+    def __init__(self) -> None:
+        super().__init__(1000, 1000)
+        self.whom: list[Priority] = []
+
+    async def acquire(self, priority: Priority) -> None:
+        self.whom.append(priority)
+        await super().acquire(priority)
+
+
+async def test_readers_go_behind_all_that_the_operator_does(world: World, tmp_path: Path) -> None:
+    """Whoever reaches the port may ask for a list of any name, and each name's list is read by itself."""
+    assert max(Priority) is Priority.READER
+    limiter = Asked()
+    async with serving(world, tmp_path, limiter) as served:
+        for name in ("a", "b"):
+            assert pods_of(await get(served, f"/namespaces/ns/pipelines/{name}")) == set()
+    # The signing key, and pools twice; the view of pods is the operator's own.
+    assert limiter.whom.count(Priority.READER) == 3
 
 
 async def test_nothing_known_is_500(world: World, tmp_path: Path) -> None:

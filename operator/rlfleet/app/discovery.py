@@ -5,7 +5,7 @@ Invariants:
 - every replica can serve it, leader or not: the list is made of the view of pods that each one keeps and of EnginePools
   that are read live. A replica whose view is not complete, that can not reach the apiserver, or that can not read the
   signing key with which gates are asked, knows nothing and says so;
-- nothing is done while nobody reads.
+- nothing is done while nobody reads, and whatever readers cause goes behind all that the operator does itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Discovery:
         guard = Guard()
         guard.revoke("worker discovery changes nothing")
         self._guard = guard
-        self._kube = kube.at(Priority.RESYNC).guarded(guard)
+        self._kube = kube.at(Priority.READER).guarded(guard)
         self._pods = pods
         self._authorities = authorities
         self._keys: SigningKeys | None = None

@@ -19,6 +19,8 @@ class Priority(IntEnum):
     DELETE = 1
     SCALE = 2
     RESYNC = 3
+    #: What readers of worker discovery cause, however many there are and whoever they may be.
+    READER = 4
 
 
 class RateLimiter:
