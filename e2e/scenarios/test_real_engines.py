@@ -32,8 +32,7 @@ from e2e.scenarios.test_transports import FREE, pinned
 
 pytestmark = [pytest.mark.usefixtures("private_network", "told"), pytest.mark.cluster, pytest.mark.engines]
 
-#: About as many tokens as fit behind the short prompt: seconds, in which a round can come. (SGLang gives one or two less
-#: than what would fit.)
+#: About as many tokens as fit behind the short prompt (SGLang gives a little less): seconds, in which a round can come.
 LONG = CONTEXT - 24
 
 
