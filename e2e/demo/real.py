@@ -36,7 +36,7 @@ _STOP_SECONDS = 30.0
 _DEADLINES = {"pendingSeconds": 600, "stagingSeconds": 60, "pausedSeconds": 60}
 _ROUTERS = {"SGLang": "SGLangRouter", "VLLM": "VLLMRouter"}
 _VLLM_ROUTER = (
-    "--worker-startup-timeout-secs=5",
+    "--worker-startup-timeout-secs=4",
     "--worker-startup-check-interval=1",
     "--disable-retries",
     "--disable-circuit-breaker",
