@@ -6,6 +6,7 @@ import pytest
 
 from e2e.engines.environments import ENVIRONMENTS
 from rlfleet.engine.known import KNOWN, Evidence, find, refusal
+from rlfleet.plan.pods import UNKNOWN_VERSION_ENV
 
 
 def test_what_the_real_engines_tests_install_is_what_is_listed_as_tested() -> None:
@@ -26,7 +27,8 @@ def test_others_are_refused_with_the_list_and_the_remedy(version: str) -> None:
     said = str(refusal("SGLang", version))
     assert "0.5.23 (tested)" in said
     assert "0.5.22 (read)" in said
-    assert "allowUnknownVersion" in said
+    assert "spec.engine.allowUnknownVersion" in said
+    assert UNKNOWN_VERSION_ENV in said, "the field is refused for pods that somebody else makes"
 
 
 def test_a_type_of_which_nothing_is_listed_has_no_versions_to_know() -> None:

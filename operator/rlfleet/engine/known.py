@@ -57,5 +57,6 @@ def refusal(engine: str, version: str) -> str | None:
     listed = ", ".join(f"{k.version} ({k.evidence})" for k in known)
     return (
         f"{engine} {version or 'of a version that it does not tell'} is not known, only {listed}: use one of these, or "
-        "set spec.engine.allowUnknownVersion"
+        "set spec.engine.allowUnknownVersion; for pods that the operator does not make, "
+        "RLFLEET_ENGINE_ALLOW_UNKNOWN_VERSION=true at the container gate"
     )
