@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from rlfleet.engine import Capability
 from rlfleet.engine.sglang import SGLangAdapter
 from rlfleet.gate.links import EngineLink
@@ -64,6 +66,19 @@ async def test_an_engine_of_an_unknown_version_takes_no_weights_unless_that_is_a
     assert not loads
     assert "0.6.0 is not known" in str(refused)
     assert allowed == (True, None)
+
+
+async def test_an_engine_that_refuses_to_tell_is_reported_once_for_each_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(Server()) as server:
+        link = EngineLink(SGLangAdapter(server.url), Store(tmp_path))
+        for reason in ("no key", "no key", "no key", "no way"):
+            server.answer("GET", "/server_info", (401, {"error": reason}))
+            assert await link.facts() is None
+        await link.close()
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [w.rpartition(": ")[2] for w in warned] == ["no key", "no way"]
 
 
 async def ask(link: EngineLink) -> object:

@@ -44,6 +44,8 @@ class EngineLink:
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
         self._guarded: bool | None = None
+        #: Why it did not tell its facts when it was asked last.
+        self._said = ""
         self._met = False
         #: How many processes were forgotten: an answer of one of them says nothing about the one that is here.
         self._life = 0
@@ -59,7 +61,7 @@ class EngineLink:
         """Another process answers from now on: what was asked once is asked again."""
         if self._asking is not None:
             self._asking.cancel()
-        self._facts, self._asking, self._met, self._guarded = None, None, False, None
+        self._facts, self._asking, self._met, self._guarded, self._said = None, None, False, None, ""
         self._life += 1
 
     async def facts(self) -> Facts | None:
@@ -82,8 +84,10 @@ class EngineLink:
             if Capability.CHECKSUM in facts.capabilities and not await self._checksum_means_something():
                 facts = replace(facts, capabilities=facts.capabilities - {Capability.CHECKSUM})
         except CallError as e:
-            # One that says no is up, and will hardly say yes the next time: people must be able to see it.
-            level = logging.WARNING if isinstance(e, Refused) else logging.DEBUG
+            # One that says no is up, and will hardly say yes the next time: people must be able to see it. Once: it is
+            # asked several times a second while nothing closes it.
+            news, self._said = str(e) != self._said, str(e)
+            level = logging.WARNING if isinstance(e, Refused) and news else logging.DEBUG
             log.log(level, "engine facts are not known yet: %s", e)
             return None
         unknown = None if self._allow_unknown_version else known.refusal(self.adapter.type, facts.version)
