@@ -76,7 +76,7 @@ async def test_a_label_is_set_on_the_object_that_is_meant_and_makes_none(kube: K
     assert (marked["metadata"]["labels"], marked["data"]) == ({"a/b": "true"}, {"kept": "yes"})
     bare = await kube.label(CONFIGMAPS, namespace, "c", uid=uid, labels={"a/b": None}, timeout=T)
     assert "labels" not in bare["metadata"]
-    with pytest.raises(Conflict):
+    with pytest.raises(Invalid, match="uid"):
         await kube.label(CONFIGMAPS, namespace, "c", uid="another", labels={"a/b": "true"}, timeout=T)
     with pytest.raises(NotFound):
         await kube.label(CONFIGMAPS, namespace, "none", uid=uid, labels={"a/b": "true"}, timeout=T)

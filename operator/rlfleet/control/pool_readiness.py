@@ -15,7 +15,7 @@ from rlfleet.api.timestamps import rfc3339
 from rlfleet.control.context import Context
 from rlfleet.control.pool_pods import Outcome
 from rlfleet.kube.client import Obj
-from rlfleet.kube.errors import ApiError, Conflict, NotFound
+from rlfleet.kube.errors import ApiError, Conflict, Invalid, NotFound
 from rlfleet.kube.limiter import Priority
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.pool_elastic import Row
@@ -50,7 +50,7 @@ async def write_readiness(ctx: Context, pool: Obj, rows: Sequence[Row], out: Out
         except ApiError as e:
             out.retry = True
             # A pod of another UID is there: the view has not shown it yet.
-            if not isinstance(e, Conflict):
+            if not isinstance(e, Conflict | Invalid):
                 log.warning("readiness of pod %s/%s: %s", namespace, wanted.name, e)
             return False
         ctx.pods.observe(written)

@@ -305,7 +305,10 @@ class KubeClient:
     async def label(
         self, res: Resource, ns: str, name: str, *, uid: str, labels: Mapping[str, str | None], timeout: float
     ) -> Obj:
-        """Set labels (None deletes) of the object with this UID; Conflict when another one bears the name now."""
+        """Set labels (None deletes) of the object with this UID.
+
+        Invalid when another one bears the name now: a UID cannot be changed.
+        """
         return await self._call(
             "patch",
             "PATCH",
