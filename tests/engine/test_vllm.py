@@ -108,6 +108,12 @@ async def test_an_engine_without_development_paths_names_the_remedy(server: Serv
         await adapter.facts(2)
 
 
+async def test_an_engine_that_hides_its_paths_names_the_remedy(server: Server, adapter: VLLMAdapter) -> None:
+    server.missing = {"/openapi.json"}
+    with pytest.raises(Refused, match="leave --disable-fastapi-docs out"):
+        await adapter.facts(2)
+
+
 async def test_an_image_without_pip_can_not_tell_its_setup_but_our_middleware_can(
     server: Server, adapter: VLLMAdapter
 ) -> None:

@@ -45,6 +45,9 @@ RESUME_SECONDS = 30.0
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 _USER_PATHS = ("/v1/", "/inference/")
+_DEVELOPMENT = "set VLLM_SERVER_DEV_MODE=1 in the engine's environment"
+#: What to do about a path that is missing for a reason of its own.
+_REMEDIES = {"/openapi.json": "leave --disable-fastapi-docs out: its paths tell what the engine can do"}
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
 
 
@@ -128,7 +131,7 @@ class VLLMAdapter:
     async def _get(self, path: str, seconds: float) -> dict[str, Any]:
         answer = await self._http.ask("GET", path, seconds=seconds, headers=self._key(path))
         if answer.status == 404:
-            raise Refused(f"GET {path}", 404, "no such path; set VLLM_SERVER_DEV_MODE=1 in the engine's environment")
+            raise Refused(f"GET {path}", 404, f"no such path; {_REMEDIES.get(path, _DEVELOPMENT)}")
         if answer.status != 200 or not isinstance(answer.body, dict):
             raise Refused(f"GET {path}", answer.status, explain(answer))
         return answer.body
