@@ -148,7 +148,6 @@ async def test_facts_of_other_versions(server: Server, adapter: SGLangAdapter) -
     old = await adapter.facts(2)
     assert old.layout != new.layout
     assert Capability.CHECKSUM not in old.capabilities
-    assert Capability.BROADCAST not in old.capabilities  # data-parallel replicas refuse the group
     server.missing = {"/update_weight_version"}
     unlabelled = await adapter.facts(2)
     assert not {Capability.LABEL, Capability.SERIALIZED, Capability.BROADCAST} & unlabelled.capabilities
@@ -162,6 +161,7 @@ async def test_facts_of_other_versions(server: Server, adapter: SGLangAdapter) -
         ("quantization", "fp8", "--quantization fp8"),
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE"),
         ("ep_size", 2, "--ep-size 2"),
+        ("dp_size", 2, "--dp-size 2"),
     ],
 )
 async def test_what_a_round_would_leave_as_it_was_is_refused_by_name(

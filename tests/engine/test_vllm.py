@@ -91,6 +91,7 @@ async def test_facts(server: Server, adapter: VLLMAdapter) -> None:
         (info(speculative_config={"method": "eagle"}), "a draft model (--speculative-config)"),
         (info(model={"quantization": "fp8"}), "quantised weights (--quantization fp8)"),
         (info(parallel_config=PARALLEL | {"enable_expert_parallel": True}), "experts spread over ranks"),
+        (info(parallel_config=PARALLEL | {"data_parallel_size": 2}), "data-parallel replicas (--data-parallel-size 2)"),
     ],
 )
 async def test_what_can_not_follow_the_trainer_is_named(

@@ -190,6 +190,12 @@ def test_what_is_only_usual_gives_way_to_the_template() -> None:
             "sets VLLM_PLUGINS=a, and spec.eng",
         ),
         ("VLLM", {"model": "m"}, {"env": [{"name": "PYTHONPATH", "valueFrom": {}}]}, "sets PYTHONPATH by valueFrom"),
+        (
+            "VLLM",
+            {"model": "m"},
+            {"env": [{"name": "VLLM_SERVER_DEV_MODE", "valueFrom": {}}]},
+            "sets VLLM_SERVER_DEV_MODE by valueFrom, and the engine can only be driven with VLLM_SERVER_DEV_MODE=1",
+        ),
     ],
 )
 def test_contradictions_name_both_sides(

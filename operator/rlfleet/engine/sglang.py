@@ -85,9 +85,6 @@ class SGLangAdapter:
         self._sessions = exists[-3]
         if exists[-2] and info.get("enable_memory_saver") is True:
             capabilities.add(Capability.OFFLOAD)
-        if as_int(info.get("dp_size")) not in (None, 1):
-            # The engine itself refuses a broadcast group over data-parallel replicas.
-            capabilities.discard(Capability.BROADCAST)
         if Capability.LABEL not in capabilities:
             # Without the label nothing could be published, so nothing may be loaded either.
             capabilities -= {Capability.SERIALIZED, Capability.BROADCAST}
@@ -393,6 +390,9 @@ def _refused(info: dict[str, Any]) -> str | None:
         what = f"a draft model (--speculative-algorithm {draft})"
     elif (as_int(info.get("ep_size")) or 1) > 1:
         what = f"experts spread over ranks (--ep-size {info['ep_size']})"
+    elif (as_int(info.get("dp_size")) or 1) > 1:
+        # SGLang itself asserts one replica for every way to load but the one from disk.
+        what = f"data-parallel replicas (--dp-size {info['dp_size']})"
     return f"{what} can not be kept on the trainer's weights: start the engine without" if what else None
 
 

@@ -83,7 +83,7 @@ def _capabilities(paths: set[str], *, plugin: bool, sleeps: bool) -> set[Capabil
 
 def _refused(config: Mapping[str, Any]) -> str | None:
     """What the engine was started with that a load of new weights would leave stale, with the argument to drop."""
-    quantised = _part(config, "model_config").get("quantization")
+    quantised, parallel = _part(config, "model_config").get("quantization"), _part(config, "parallel_config")
     what = None
     if config.get("lora_config") is not None:
         what = "LoRA adapters (--enable-lora)"
@@ -91,8 +91,10 @@ def _refused(config: Mapping[str, Any]) -> str | None:
         what = f"quantised weights (--quantization {quantised})"
     elif config.get("speculative_config") is not None:
         what = "a draft model (--speculative-config)"
-    elif _part(config, "parallel_config").get("enable_expert_parallel"):
+    elif parallel.get("enable_expert_parallel"):
         what = "experts spread over ranks (--enable-expert-parallel)"
+    elif (as_int(parallel.get("data_parallel_size")) or 1) > 1:
+        what = f"data-parallel replicas (--data-parallel-size {parallel['data_parallel_size']})"
     return f"{what} can not be kept on the trainer's weights: start the engine without" if what else None
 
 

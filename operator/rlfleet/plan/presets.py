@@ -198,6 +198,10 @@ def _variables(preset: Preset, container: Mapping[str, Any]) -> None:
     given = {str(e.get("name")): e for e in container.get("env") or []}
     at = f"the template's container {ENGINE!r} sets"
     for name, needed in preset.needs.items():
+        if "valueFrom" in given.get(name, {}):
+            raise InvalidPool(
+                f"{at} {name} by valueFrom, and the engine can only be driven with {name}={needed}: leave it out"
+            )
         text = (given.get(name) or {}).get("value")
         if text is not None and str(text) != needed:
             raise InvalidPool(
