@@ -161,6 +161,9 @@ async def observe(ctx: Context, pool: Obj, facts: list[PodFact], memory: PoolMem
     listing = (await listings(ctx, [pool]))[pool["metadata"]["name"]]
     candidates = {f.uid: Candidate(f.uid, f.name, f.ip, _instance(memory.gates.get(f.uid))) for f in facts if f.live}
     verdicts = judge(ctx.workers, pool, listing, list(candidates.values()))
+    for f in facts:
+        if f.finished:
+            ctx.workers.forget(f.uid)
     marked = []
     for f in facts:
         verdict = verdicts.get(f.uid)
