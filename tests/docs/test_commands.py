@@ -31,8 +31,8 @@ from tests.chart.kit import chart, of_kind
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"", "bash", "python"}
-#: Blocks of README that are executed elsewhere: by e2e/scenarios/test_demo.py, and by whoever runs this test.
-_README = ["make demo\n", "make demo SCENARIO=colocated\n", "make test\n"]
+#: Blocks of README that are executed elsewhere: e2e/scenarios/test_demo.py, .ci/run, and whoever runs this test.
+_README = ["make demo\n", "make demo SCENARIO=colocated\n", "make engines\n", "make test\n"]
 #: Pages whose bash blocks are executed as they stand, and by what.
 _EXECUTED = {
     "README.md": "tests/docs/test_commands.py",
