@@ -27,7 +27,7 @@ pytestmark = [
 def test_one_fleet_of_three_makes_by_both_transports_under_load(fleet: Fleet, models: Path, expected: Expected) -> None:
     """Reference engines on the trainer's devices get their weights serialized, the real ones elsewhere by broadcast."""
     mixed = {"mode": "Auto", "assertMixed": True, "backend": "gloo"}
-    pipeline(fleet, mixed)
+    pipeline(fleet, {**mixed, "assertMixed": False})  # until there is somebody on either side
     router, other = Router(fleet), Router(fleet, "VLLMRouter", "other")
     fleet.trainer(MODEL=MODEL)
     fleet.pool(
@@ -44,6 +44,7 @@ def test_one_fleet_of_three_makes_by_both_transports_under_load(fleet: Fleet, mo
     (vllm,) = [e for e in engines if e.engine == "VLLM"]
     others = [e for e in engines if e is not vllm]
 
+    pipeline(fleet, mixed)
     status = sync(fleet, -1, DISK)
     assert (status["plan"]["serialized"], status["plan"]["broadcast"]) == (2, 2)
     assert router.listed() == {e.url for e in others}
