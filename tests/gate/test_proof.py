@@ -33,6 +33,19 @@ def test_resume_is_refused_unless_exactly_these_weights_are_proven(operator: Ope
     assert engine.ready() == 200
 
 
+def test_an_engine_too_busy_to_tell_its_label_is_looked_at_again(operator: Operator, engine: Engine) -> None:
+    weights = Weights.of(1)
+    operator.ok("Pause")
+    operator.prepare(weights, 1)
+    operator.push_all(weights)
+    operator.ok("Load", **operator.load_order(weights, 1))
+    operator.ok("Verify", **operator.names(weights, 1))
+    operator.ok("Publish", **operator.names(weights, 1))
+    engine.faults(model_info={"action": "hang", "times": 2})
+    operator.ok("Resume", **operator.names(weights, 1))
+    assert engine.ready() == 200
+
+
 def test_a_load_takes_the_earlier_proof_away(operator: Operator, engine: Engine) -> None:
     first, second = Weights.of(1), Weights.of(2)
     operator.deliver(first, 1)

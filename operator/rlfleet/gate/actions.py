@@ -34,7 +34,7 @@ from rlfleet.api.wire import (
     Transport,
 )
 from rlfleet.calls import CallError, NoAnswer, NotSent
-from rlfleet.engine import Capability
+from rlfleet.engine import Capability, View
 from rlfleet.gate import rules
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
@@ -54,6 +54,8 @@ PAUSE_SECONDS = 20.0
 #: Least seconds for a call that is made at all: enough for an engine that is well.
 MIN_SECONDS = 1.0
 READ_BACK_SECONDS = 0.25
+#: How often an engine is looked at before it counts as one that does not tell.
+LOOKS = 3
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +185,7 @@ async def check_resume(ctx: GateContext, request: OperationRequest) -> None:
 async def resume(ctx: GateContext, request: OperationRequest) -> Result:
     """Read the label once more, then resume. The pause record goes first: a crash leaves "unknown", not "paused"."""
     await check_resume(ctx, request)
-    view, _ = await ctx.engine.observe(busy=False)
+    view = await _seen(ctx, lambda v: v.label is not None)
     if view.label is None:
         raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine does not tell its weight label")
     await check_resume(ctx, request)  # the label may just have voided the proof
@@ -194,6 +196,17 @@ async def resume(ctx: GateContext, request: OperationRequest) -> Result:
     except CallError as e:
         raise engine_failure("resume", e) from e
     return {}
+
+
+async def _seen(ctx: GateContext, told: Callable[[View], bool]) -> View:
+    """The engine now. One that just went on with all its requests may be too busy to answer the first question."""
+    for _ in range(LOOKS - 1):
+        view, _report = await ctx.engine.observe(busy=False)
+        if told(view):
+            return view
+        await asyncio.sleep(READ_BACK_SECONDS)
+    view, _report = await ctx.engine.observe(busy=False)
+    return view
 
 
 # ---------------------------------------------------------------------------------------------- publish
@@ -270,7 +283,7 @@ async def open_routes(ctx: GateContext, request: OperationRequest) -> Result:
     """Add our URL to every router and wait for the routers' own jobs."""
     order = request.order
     assert isinstance(order, OpenOrder)
-    view, _ = await ctx.engine.observe(busy=False)
+    view = await _seen(ctx, lambda v: v.admitting is not None)
     await check_open(ctx, request)
     if view.admitting is not True:
         raise GateError(ErrorReason.NOT_PROVEN, "the engine does not admit requests; Resume comes before Open")
