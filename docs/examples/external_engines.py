@@ -34,7 +34,7 @@ def text(urls: list[str], *, as_urls: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list; with --follow until interrupted. Exit code 1 when nothing is known."""
+    """Print the list; with --follow until interrupted. Exit code 1 when nothing is known, or nobody is open."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("discovery", help="base URL of worker discovery (chart value discovery.enabled)")
     parser.add_argument("--urls", action="store_true", help="one URL a line")
@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.follow is None:
                 return 1
         else:
+            if not found and arguments.follow is None and not arguments.urls:
+                print("no engine is open: none was proven to hold the committed version yet", file=sys.stderr)
+                return 1
             if found != shown:
                 print(text(found, as_urls=arguments.urls), flush=True)
             shown = found

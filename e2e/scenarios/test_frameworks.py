@@ -87,6 +87,8 @@ def test_examples_bring_their_weights_into_the_engines(
 def nobody_is_open(stand: Stand) -> None:
     module = example("external_engines")
     assert module.open_engines(stand.discovery) == []
+    assert module.main([stand.discovery]) == 1, "the argument would stand there without an address"
+    assert module.main([stand.discovery, "--urls"]) == 0
     assert module.main(["http://127.0.0.1:1"]) == 1, "nothing is known, which is not that there is none"
 
 

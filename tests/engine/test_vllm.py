@@ -77,6 +77,10 @@ async def test_facts(server: Server, adapter: VLLMAdapter) -> None:
     assert not {Capability.PARTS, Capability.BROADCAST, Capability.OFFLOAD} & bare.capabilities
     assert Capability.SERIALIZED in bare.capabilities
     assert bare.layout != facts.layout
+    server.answer("GET", "/server_info", (200, info()))
+    server.answer("GET", "/get_world_size", (200, {}))
+    sizeless = await adapter.facts(2)
+    assert facts.capabilities - sizeless.capabilities == {Capability.BROADCAST}, "its ranks would be a guess"
     server.answer("GET", "/openapi.json", (200, {"paths": {"/collective_rpc": {}}}))
     server.answer("GET", "/server_info", (200, info(model={"enable_sleep_mode": True})))
     unlabelled = await adapter.facts(2)

@@ -81,6 +81,17 @@ async def test_an_engine_that_refuses_to_tell_is_reported_once_for_each_reason(
     assert [w.rpartition(": ")[2] for w in warned] == ["no key", "no way"]
 
 
+async def test_many_that_ask_whether_the_loop_answers_cost_the_engine_one_question(tmp_path: Path) -> None:
+    async with serving(Server()) as server:
+        link = EngineLink(SGLangAdapter(server.url), Store(tmp_path))
+        for status, answers in ((200, True), (500, False), (200, True)):
+            server.answer("GET", "/server_info", (status, INFO))
+            before = len(server.calls)
+            assert await asyncio.gather(*(link.loop_answers() for _ in range(8))) == [answers] * 8
+            assert len(server.calls) == before + 1
+        await link.close()
+
+
 async def ask(link: EngineLink) -> object:
     for _ in range(4):
         found = await link.facts()

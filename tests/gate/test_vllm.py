@@ -107,7 +107,7 @@ def test_what_becomes_of_a_running_request(
     newer.prepare(weights, 2)
     newer.push_all(weights)
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(engine.generate, 100)
+        asked = pool.submit(engine.generate, 200)
         until("it runs", lambda: newer.status()["engine"].get("running") == 1)
         newer.ok("Pause", drainSeconds=60, budgetSeconds=90, **({"mode": mode} if mode else {}))
         held = 0 if mode in ("Abort", "Wait") else 1
@@ -119,7 +119,7 @@ def test_what_becomes_of_a_running_request(
         newer.ok("Resume", **newer.names(weights, 2))
         answer = asked.result()
     assert answer["finish_reason"] == end
-    assert (len(answer["token_ids"]) == 100) is (end == "length")
+    assert (len(answer["token_ids"]) == 200) is (end == "length")
 
 
 def test_a_load_that_broke_off_is_never_resumed_and_the_next_one_repairs_it(operator: Operator, engine: VLLM) -> None:

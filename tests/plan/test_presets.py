@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlfleet.gate.app import LOOP_SECONDS
+from rlfleet.gate.links import LOOP_SECONDS
 from rlfleet.plan import presets, template
 from rlfleet.plan.pods import build_pod
 from rlfleet.plan.template import InvalidPool

@@ -114,7 +114,7 @@ class DiscoveryServer:
             self._count("Busy", 0.0)
             why = f"{MAX_READERS} readers wait for an answer already; come back"
             return _error(503, "busy", why, {"Retry-After": "1"})
-        started, result = time.monotonic(), "Gone"
+        started, result = time.monotonic(), "Failed"
         self._readers += 1
         try:
             response = await handler(request)
@@ -131,7 +131,11 @@ class DiscoveryServer:
             result = "Failed"
             log.warning("worker discovery failed: %s", e)
             return _error(500, "discovery_failed", str(e))
+        except (asyncio.CancelledError, ConnectionError):
+            result = "Gone"
+            raise
         except TimeoutError:
+            result = "Gone"
             # A part of the answer may be out: only the end of the connection says that the rest does not come.
             if request.transport is not None:
                 request.transport.abort()

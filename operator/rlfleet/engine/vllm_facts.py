@@ -51,10 +51,14 @@ def read(
     agreed = {key: model.get(key) for key in _MODEL_KEYS} | {key: parallel.get(key) for key in _PARALLEL_KEYS}
     text = json.dumps(agreed | {"version": told, "engine": TYPE}, sort_keys=True, separators=(",", ":"))
     capabilities = _capabilities(set(paths), plugin=plugin, sleeps=model.get("enable_sleep_mode") is True)
+    size = as_int(world.get("world_size"))
+    if not size or size < 1:
+        # Ranks of a group would be laid out around a guess.
+        capabilities.discard(Capability.BROADCAST)
     name = model.get("served_model_name")
     return Facts(
         version=told,
-        world_size=as_int(world.get("world_size")) or 1,
+        world_size=size or 1,
         layout=hashlib.sha256(text.encode()).hexdigest()[:16],
         model=str((name[0] if isinstance(name, list) and name else name) or model.get("model") or ""),
         capabilities=frozenset(capabilities),

@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a running operation gets to end when the gate is told to stop.
 STOP_SECONDS = 5.0
-#: Seconds that an engine's loop gets to answer a liveness probe, whose own limit is longer.
-LOOP_SECONDS = 10.0
 
 
 class Gate:
@@ -106,7 +104,7 @@ class Gate:
         """
         if self.store.incarnation is None or self._operation_may_block():
             return False
-        if await self.ctx.engine.adapter.idle(LOOP_SECONDS, memory_here=False):
+        if await self.ctx.engine.loop_answers():
             return False
         return not self._operation_may_block()  # one may have begun meanwhile
 

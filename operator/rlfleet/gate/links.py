@@ -30,6 +30,8 @@ STATUS_SECONDS = 1.5
 ROUTER_SECONDS = 1.5
 #: Seconds for the questions that are asked once; an engine may have to collect the answers first.
 FACTS_SECONDS = 15.0
+#: Seconds that an engine's loop gets to answer a liveness probe, whose own limit is longer.
+LOOP_SECONDS = 10.0
 #: Seconds for the one checksum that tells whether checksums mean anything.
 CHECKSUM_SECONDS = 10.0
 
@@ -44,6 +46,7 @@ class EngineLink:
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
         self._guarded: bool | None = None
+        self._crossing: asyncio.Task[bool] | None = None
         #: Why it did not tell its facts when it was asked last.
         self._said = ""
         self._met = False
@@ -52,9 +55,10 @@ class EngineLink:
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        asked = [task for task in (self._asking, self._crossing) if task is not None]
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
         await self.adapter.close()
 
     def forget(self) -> None:
@@ -77,6 +81,15 @@ class EngineLink:
             if done and life == self._life:
                 self._facts = self._facts or asked.result()
         return self._facts
+
+    async def loop_answers(self) -> bool:
+        """Whether a question crosses the engine's loop within LOOP_SECONDS.
+
+        Anybody may ask that of a gate, so however many do, the engine has one question of theirs to answer.
+        """
+        if self._crossing is None or self._crossing.done():
+            self._crossing = asyncio.create_task(self.adapter.idle(LOOP_SECONDS, memory_here=False))
+        return await asyncio.shield(self._crossing)
 
     async def _ask_facts(self) -> Facts | None:
         try:
