@@ -6,10 +6,12 @@ The log is written before the answer is sent, so a request that has been answere
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 WRITE_VERBS = frozenset({"create", "update", "patch", "delete", "deletecollection"})
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,22 @@ class AuditEvent:
         return self.verb in WRITE_VERBS
 
 
+def end_of_audit(path: Path) -> int:
+    """Byte offset behind the last whole line: what the apiserver is writing now belongs to what comes later."""
+    with path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _CHUNK)
+            log.seek(start)
+            found = log.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
 def read_audit(path: Path, since: int = 0) -> list[AuditEvent]:
-    """Requests completed after byte offset ``since`` of the log (``path.stat().st_size`` taken earlier is a mark)."""
+    """Requests completed after byte offset ``since`` of the log, which an earlier ``end_of_audit`` gave."""
     events = []
     with path.open("rb") as log:
         log.seek(since)

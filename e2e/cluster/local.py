@@ -25,7 +25,7 @@ from typing import Any, Self
 import httpx
 
 from e2e.cluster import pki, processes
-from e2e.cluster.audit import AuditEvent, read_audit
+from e2e.cluster.audit import AuditEvent, end_of_audit, read_audit
 from e2e.cluster.controlplane import HOLLOW, IDENTITIES, ClusterError, ControlPlane
 from e2e.cluster.guard import Guard
 from e2e.cluster.hollow.control import HollowControl
@@ -266,7 +266,7 @@ class LocalCluster:
 
     def audit_mark(self) -> int:
         """A position in the audit log, to be handed to ``audit``."""
-        return (self.state / "audit.log").stat().st_size
+        return end_of_audit(self.state / "audit.log")
 
     def audit(self, since: int = 0) -> list[AuditEvent]:
         """Requests that the apiserver has answered since the mark."""
