@@ -211,6 +211,47 @@ async def test_a_watch_in_a_pipe_writes_one_block_for_each_change_and_ends_when_
     assert err == b""
 
 
+#: A Ctrl-C that comes while a finalizer runs, during the first look.
+_DROPPED = """
+import os, signal, sys
+from rlfleet.cli import app
+from rlfleet.cli.cluster import Cluster
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(1 for _ in range(1000))
+
+def look(self, *args, **kwargs):
+    Cluster.list = before
+    Finalized()
+    print("went on", file=sys.stderr, flush=True)
+    return before(self, *args, **kwargs)
+
+before, Cluster.list = Cluster.list, look
+sys.exit(app.run(["status", "--watch", "--interval", "0.2"]))
+"""
+
+
+async def test_a_watch_ends_though_python_drops_the_interrupt(kubeconfig: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", _DROPPED),
+        env=environment(kubeconfig),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(PATIENCE):
+            _, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert b"went on" in err, "the interrupt was dropped"
+    assert process.returncode == 130
+
+
 async def test_a_reader_that_has_seen_enough_is_no_failure(kubeconfig: Path) -> None:
     read, write = os.pipe()
     os.close(read)

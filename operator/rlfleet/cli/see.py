@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -66,8 +68,40 @@ def _show(found: tuple[Pipeline, ...], output: Format) -> None:
         show(_tree(found, output))
 
 
+class _Patience:
+    """Waits between two looks. Raises KeyboardInterrupt after a Ctrl-C that Python has dropped.
+
+    It drops whatever is raised while an object's finalizer runs, and a watch would go on for ever.
+    """
+
+    def __init__(self) -> None:
+        self._interrupted = False
+
+    def __enter__(self) -> _Patience:
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, unless a Ctrl-C was dropped before."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+
 def _watch(cluster: Cluster, pipeline: str | None, output: Format, interval: float) -> None:
     """On a terminal one picture that changes in place; elsewhere one block for each change."""
+    with _Patience() as patience:
+        _look(cluster, pipeline, output, lambda: patience.wait(interval))
+
+
+def _look(cluster: Cluster, pipeline: str | None, output: Format, wait: Callable[[], None]) -> None:
     screen = console()
     if output in (Format.JSON, Format.YAML) or not screen.is_terminal:
         last: Any = None
@@ -77,11 +111,11 @@ def _watch(cluster: Cluster, pipeline: str | None, output: Format, interval: flo
                 _show(found, output)
                 sys.stdout.flush()
                 last = document(found)
-            time.sleep(interval)
+            wait()
     with Live(console=screen, auto_refresh=False, transient=False) as live:
         while True:
             live.update(Tamed(_tree(_fleet(cluster, pipeline), output)), refresh=True)
-            time.sleep(interval)
+            wait()
 
 
 def rounds(
