@@ -100,3 +100,12 @@ def test_a_pipeline_made_anew_has_no_memory() -> None:
     second = memories.of("ns", "p", "uid-2")
     memories.forget("ns", "p")
     assert memories.of("ns", "p", "uid-2") is not second
+
+
+def test_a_rule_rests_for_as_long_as_the_apiserver_asked_and_no_other_does() -> None:
+    memory = RepairMemory("p")
+    assert not memory.rests("History", 10.0)
+    memory.put_off("History", 11.0)
+    assert memory.rests("History", 10.9)
+    assert not memory.rests("EndedRounds", 10.9)
+    assert not memory.rests("History", 11.0)

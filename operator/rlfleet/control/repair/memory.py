@@ -42,6 +42,17 @@ class RepairMemory:
     _doubts: dict[tuple[str, str], float] = field(default_factory=dict)
     _silence: Silence = field(default_factory=Silence)
     _seen: dict[str, GateStatus] = field(default_factory=dict)
+    _put_off: dict[str, float] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------------------------ rules
+
+    def put_off(self, rule: str, until: float) -> None:
+        """The apiserver wants to be asked later: the rule rests until then, and the others do not."""
+        self._put_off[rule] = until
+
+    def rests(self, rule: str, now: float) -> bool:
+        """Whether the rule was put off and its time has not come."""
+        return now < self._put_off.get(rule, now)
 
     # ------------------------------------------------------------------------------------------ pace
 

@@ -46,12 +46,17 @@ class Rules:
     def __init__(self, ctx: Context, pipeline: dict[str, Any]) -> None:
         self._ctx = ctx
         self._pipeline = pipeline
+        meta = pipeline["metadata"]
+        self._memory = ctx.repairs.of(meta["namespace"], meta["name"], meta["uid"])
         self.failed: dict[RuleName, str] = {}
         self.again = False
         """A rule lost a race and wants another turn."""
 
     async def run(self, name: RuleName, rule: Callable[[], Awaitable[T]]) -> T | None:
-        """The rule's result, or None where it raised."""
+        """The rule's result, or None where it raised, or rests because the apiserver asked for that."""
+        if self._memory.rests(name.value, self._ctx.clock.monotonic()):
+            self.again = True
+            return None
         try:
             return await rule()
         except (FenceLost, NotLeader):
@@ -59,6 +64,8 @@ class Rules:
         except (Conflict, TooManyRequests) as e:
             # Somebody wrote between our read and our write, or we are to ask later: nothing is wrong with the rule.
             log.debug("repair rule %s goes again: %s", name.value, e)
+            if isinstance(e, TooManyRequests):
+                self._memory.put_off(name.value, self._ctx.clock.monotonic() + e.retry_after)
             self.again = True
             return None
         except Exception as e:  # whatever is wrong with one rule must not keep the others from running
