@@ -40,6 +40,7 @@ _VLLM_ROUTER = (
     "--worker-startup-check-interval=1",
     "--disable-retries",
     "--disable-circuit-breaker",
+    "--log-level=warning",  # sglang-router calls it warn
 )
 
 _BANNER = """\
@@ -109,7 +110,7 @@ class Real:
         if program in ("e2e.sim.trainer", "e2e.sim.load"):
             container["args"] += [f"--model={MODEL}", f"--api={self.engine.lower()}"]
         if program == "sglang_router.launch_router" and self.engine == "VLLM":
-            kept = ("--host", "--port", "--policy", "--prometheus-host", "--prometheus-port", "--log-level")
+            kept = ("--host", "--port", "--policy", "--prometheus-host", "--prometheus-port")
             container["command"] = ["python", "-m", "vllm_router.launch_router"]
             container["args"] = [a for a in container["args"] if a.split("=")[0] in kept] + list(_VLLM_ROUTER)
 
