@@ -150,11 +150,6 @@ class Reflector:
         keys = self._by_label[label].get(value, ())
         return [self._objects[k] for k in sorted(keys) if namespace is None or k[0] == namespace]
 
-    def labelled(self, label: str, *, namespace: str | None = None) -> list[Obj]:
-        """Objects that carry the indexed ``label``, whatever its value."""
-        keys = sorted(k for group in self._by_label[label].values() for k in group)
-        return [self._objects[k] for k in keys if namespace is None or k[0] == namespace]
-
     def select(self, namespace: str, match_labels: Mapping[str, str]) -> list[Obj]:
         """Objects of ``namespace`` that carry all of ``match_labels`` (none: nothing, never everything)."""
         if not match_labels:
