@@ -21,7 +21,7 @@ import httpx
 
 from e2e.engines.environments import installed
 from e2e.engines.fixtures import DISK
-from e2e.engines.serving import PORT, process
+from e2e.engines.serving import PATIENCE, PORT, process
 from e2e.engines.tiny import MODEL
 from rlfleet.engine import Checksum, EngineAdapter, make_adapter
 from rlfleet_vllm.__main__ import install
@@ -179,7 +179,10 @@ class Real(Subject):
         env = {}
         if self.kind == "VLLM":
             install(self.scratch / "plugin")
-            env = {"PYTHONPATH": str(self.scratch / "plugin"), "RLFLEET_ENGINE_ADMIN_KEY": ADMIN_KEY}
+            env = {
+                "PYTHONPATH": os.pathsep.join([str(self.scratch / "plugin"), str(PATIENCE)]),
+                "RLFLEET_ENGINE_ADMIN_KEY": ADMIN_KEY,
+            }
         argv, told = process(self.kind, self.models / str(DISK), self.host, PORT, self.scratch)
         kept = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
         return self._run([*argv, *extra], kept | told | env)
