@@ -24,13 +24,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class RealEngine:
-    """One engine. ``key``: of its control paths; None: it was given none."""
+    """One engine. ``key``: of its control paths; ``user``: of its users; None: it was given none."""
 
     engine: str
     name: str
     url: str
     uid: str = ""
     key: str | None = None
+    user: str | None = None
 
     @classmethod
     def of_pod(cls, engine: str, pod: dict[str, Any]) -> RealEngine:
@@ -66,14 +67,14 @@ class RealEngine:
         if self.engine == "VLLM":
             how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
             body: dict[str, Any] = {"token_ids": prompt, "sampling_params": how}
-            code, answer = self.call("POST", where + "/inference/v1/generate", body, seconds=seconds)
+            code, answer = self.call("POST", where + "/inference/v1/generate", body, key=self.user, seconds=seconds)
             assert code == 200, answer
             choice = answer["choices"][0]
             given, reason, retractions = choice["token_ids"], str(choice["finish_reason"]), 0
             return Answer([int(t) for t in given], reason, _spans(choice), retractions)
         how = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": how}
-        code, answer = self.call("POST", where + "/generate", body, seconds=seconds)
+        code, answer = self.call("POST", where + "/generate", body, key=self.user, seconds=seconds)
         assert code == 200, answer
         meta = answer["meta_info"]
         reason, retractions = str(meta["finish_reason"]["type"]), int(meta["num_retractions"])
@@ -85,7 +86,7 @@ class RealEngine:
 
     def label(self) -> str:
         """The version that it says it has."""
-        path, key = ("/weight_info", self.key) if self.engine == "VLLM" else ("/model_info", None)
+        path, key = ("/weight_info", self.key) if self.engine == "VLLM" else ("/model_info", self.user)
         code, answer = self.call("GET", path, key=key)
         assert code == 200, answer
         return str(answer["weight_version"])

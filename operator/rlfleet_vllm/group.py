@@ -22,6 +22,8 @@ import torch.distributed
 # What process groups are made of is not in torch's type stubs.
 dist: Any = torch.distributed
 _POLL_SECONDS = 0.002
+#: Between two tries to reach a trainer that is not there yet.
+_POLL_MEETING_SECONDS = 0.05
 #: gloo ends a late collective itself; a group with work in it blocks whoever drops it, so its end is awaited.
 _GRACE_SECONDS = 2.0
 BACKENDS = ("gloo", "nccl")
@@ -58,8 +60,9 @@ class Group:
         self.device = device if self._nccl else torch.device("cpu")
         until = time.monotonic() + at.timeout_s
         try:
+            _meet(at.master_address, at.master_port, until)
             self._group: Any = self._join(at, until)
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:
             raise TransferError(
                 f"group {at.group_name} at {at.master_address}:{at.master_port} was not joined as rank {at.rank} of "
                 f"{at.world_size} within {at.timeout_s:g} s: {_first_line(e)}"
@@ -162,6 +165,27 @@ def _device(address: str, port: int) -> Any:
     with socket.socket(family, kind) as probe:
         probe.connect(where)  # sends nothing: it only makes the kernel choose a route
         return gloo.create_device(hostname=probe.getsockname()[0])
+
+
+def _meet(address: str, port: int, until: float) -> None:
+    """Wait until the trainer's store can be reached; OSError with the remedy when it can not.
+
+    torch's own client tries for more than twice its timeout, and never says that a name is unknown.
+    """
+    while True:
+        try:
+            socket.create_connection((address, port), _left(until).total_seconds()).close()
+            return
+        except socket.gaierror as e:
+            why = (
+                f"this pod finds no address for {address!r} ({e.strerror}): let spec.weights.sender name a "
+                "podSelector, or a host that its DNS knows"
+            )
+        except OSError as e:
+            why = f"nobody answers there ({e.strerror or e}): see that the trainer runs and rendezvousPorts are open"
+        if time.monotonic() + _POLL_MEETING_SECONDS > until:
+            raise OSError(why)
+        time.sleep(_POLL_MEETING_SECONDS)
 
 
 def _left(until: float) -> timedelta:

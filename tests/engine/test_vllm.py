@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from aiohttp import web
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Capability, VLLMAdapter, make_adapter
+from rlfleet.gate.links import EngineLink
+from rlfleet.gate.store import Store
 from tests.engine.test_sglang import Server, serving
 from tests.gate.kit import address, free_port
 
@@ -281,16 +284,26 @@ async def test_memory_is_asked_of_the_workers(server: Server, adapter: VLLMAdapt
     [
         (200, (200, {"checksums": {"a": "1"}}), True),
         (200, (500, {"error": {"message": "no data"}}), True),  # load state: nobody works on the parameters
+        (200, (404, {"detail": "Not Found"}), True),  # no checksums: its pause state is all that can be asked
         (500, (500, {"error": {"message": "EngineCore encountered an issue"}}), False),
+        (404, (404, {"detail": "Not Found"}), None),  # it answers; nothing says that it hangs, or that it does not
     ],
 )
 async def test_what_proves_an_engine_idle(
-    server: Server, adapter: VLLMAdapter, paused: int, checksum: tuple[int, Any], idle: bool
+    server: Server, adapter: VLLMAdapter, paused: int, checksum: tuple[int, Any], idle: bool | None
 ) -> None:
     server.answer("GET", "/is_paused", (paused, {"is_paused": True}))
     server.answer("POST", "/weight_checker", checksum)
     assert await adapter.idle(2, memory_here=True) is idle
-    assert await adapter.idle(2, memory_here=False) is (paused == 200)
+    assert await adapter.idle(2, memory_here=False) is {200: True, 500: False, 404: None}[paused]
+
+
+async def test_an_engine_without_development_paths_does_not_hang(server: Server, tmp_path: Path) -> None:
+    link = EngineLink(VLLMAdapter(server.url), Store(tmp_path))
+    for status, answers in ((404, True), (500, False)):
+        server.answer("GET", "/is_paused", (status, {"detail": "Not Found"}))
+        assert await link.loop_answers() is answers
+    await link.close()
 
 
 async def test_silence_and_absence_are_different() -> None:

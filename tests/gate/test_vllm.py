@@ -224,7 +224,13 @@ def test_device_memory_is_given_back_by_the_workers_and_the_engine_stays_paused(
     operator.serve(weights, 1)
     newer = operator.next()
     newer.ok("Pause", mode="Abort")
-    assert newer.ok("Release")["result"]["released"] == ["KVCache", "Weights"]
+    # To give back the weights alone would take the cache along, and a wake would not know of it.
+    refused = newer.start("Release", attempt=2, tags=["Weights"])
+    assert (refused.status_code, refused.json()["reason"]) == (409, "Unsupported")
+    assert "VLLM gives Weights back only together with KVCache" in refused.json()["message"]
+    assert not newer.status().get("released")
+    assert newer.ok("Release", attempt=3, tags=["KVCache"])["result"]["released"] == ["KVCache"]
+    assert newer.ok("Release", attempt=4, tags=["Weights"])["result"]["released"] == ["KVCache", "Weights"]
     assert newer.refused("Resume", **newer.names(weights, 1)) == "Offloaded"
     newer.ok("Wake")
     # The engine's own wake-up would have let requests run on weights that are gone.

@@ -80,6 +80,13 @@ def test_a_trainer_that_never_comes_ends_the_wait(sender: WeightSender) -> None:
         join(of, timeout_s=0.2)
 
 
+def test_a_host_without_an_address_is_named_with_the_remedy(sender: WeightSender) -> None:
+    of = order(sender.publish(1, weights()), world_size=2)
+    named = rf"group {of.group.group_name} at trainer\.invalid:.* no address for 'trainer\.invalid' .*podSelector"
+    with pytest.raises(TransferError, match=named):
+        join(of, master_address="trainer.invalid", timeout_s=0.2)
+
+
 def test_what_can_not_be_joined_is_named(sender: WeightSender) -> None:
     of = order(sender.publish(1, weights()), world_size=2)
     with pytest.raises(ValueError, match="backend nccl needs CUDA devices, and this worker's model lies on cpu"):

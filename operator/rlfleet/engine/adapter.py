@@ -10,10 +10,10 @@ Invariants every adapter keeps:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rlfleet.api.wire import MemoryTag, PauseMode
 
@@ -110,6 +110,8 @@ class EngineAdapter(Protocol):
     """How this type holds running requests unless told otherwise: none is lost, and caches can be flushed after it."""
     tells_pause: bool
     """``View.admitting`` False is the engine's own word for "paused"; else it may also be a failed health check."""
+    released_before: ClassVar[Mapping[MemoryTag, MemoryTag]]
+    """By tag: the one that this engine type gives back along with it, so it must be released before. Empty: none."""
 
     async def close(self) -> None:
         """Close connections; touches nothing at the engine."""
@@ -186,9 +188,10 @@ class EngineAdapter(Protocol):
     async def probe(self, seconds: float) -> Token:
         """Generate one greedy token for a fixed prompt, as a user's request would; Refused when none comes."""
 
-    async def idle(self, seconds: float, *, memory_here: bool) -> bool:
-        """Whether nothing that was asked of the engine before is still in progress (False: not proven).
+    async def idle(self, seconds: float, *, memory_here: bool) -> bool | None:
+        """Whether nothing that was asked of the engine before is still in progress.
 
+        False: no answer proves it. None: it answers, and has no path by which it could be proven.
         ``memory_here`` False: ask it nothing that reads device memory, for some of that is given back.
         """
 

@@ -21,8 +21,9 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NotSent, Refused, explain
@@ -61,6 +62,7 @@ class DynamoAdapter:
     type = "Dynamo"
     default_pause = PauseMode.KEEP
     tells_pause = True
+    released_before: ClassVar[Mapping[MemoryTag, MemoryTag]] = {}
     offload_remedy = "Dynamo's RL routes offer nothing for that: leave spec.active out"
 
     def __init__(self, url: str) -> None:

@@ -24,7 +24,8 @@ import asyncio
 import hashlib
 import json
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
@@ -58,6 +59,7 @@ class SGLangAdapter:
     type = "SGLang"
     default_pause = PauseMode.RETRACT
     tells_pause = False
+    released_before: ClassVar[Mapping[MemoryTag, MemoryTag]] = {}
     offload_remedy = "add --enable-memory-saver to its arguments"
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:

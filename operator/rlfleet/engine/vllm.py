@@ -28,7 +28,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from rlfleet.api.wire import MemoryTag, PauseMode
@@ -57,6 +57,7 @@ class VLLMAdapter:
     type = "VLLM"
     default_pause = PauseMode.KEEP
     tells_pause = True
+    released_before: ClassVar[Mapping[MemoryTag, MemoryTag]] = {MemoryTag.WEIGHTS: MemoryTag.KV_CACHE}
     offload_remedy = "add --enable-sleep-mode to its arguments"
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None) -> None:
@@ -317,24 +318,28 @@ class VLLMAdapter:
             raise Refused(f"POST {path}", 200, f"not one token: {explain(answer)}")
         return Token(token, None)
 
-    async def idle(self, seconds: float, *, memory_here: bool) -> bool:
+    async def idle(self, seconds: float, *, memory_here: bool) -> bool | None:
         """Pause state and checksum pass the engine's loop behind everything asked before: their answers prove it done.
 
-        A checksum that is refused proves it as well: parameters are in load state and nobody works on them.
+        A checksum that is refused proves it as well: parameters are in load state and nobody works on them. An engine
+        that has none is asked for its pause state alone, and one without development paths can not be asked at all.
         """
+        crosses = await self._crosses_loop(seconds)
+        if not crosses or not memory_here:
+            return crosses
         try:
-            answer = await self._http.ask("GET", "/is_paused", seconds=seconds, headers=self._admin)
-            if answer.status != 200:
-                return False
-            return not memory_here or await self.checksum(seconds) is not None
+            await self.checksum(seconds)
         except Refused:
             return await self._crosses_loop(seconds)
         except CallError:
             return False
+        return True
 
-    async def _crosses_loop(self, seconds: float) -> bool:
-        """Whether the engine behind the front end lives; a front end alone also answers 500."""
+    async def _crosses_loop(self, seconds: float) -> bool | None:
+        """Whether the engine behind the front end lives. A front end alone answers 500, and 404 to what it has not."""
         answer = await self._quiet("/is_paused", seconds)
+        if answer is not None and answer.status == 404:
+            return None
         return answer is not None and answer.status == 200
 
     # ------------------------------------------------------------------------------------------ device memory
@@ -344,7 +349,9 @@ class VLLMAdapter:
         if tag is MemoryTag.KV_CACHE:
             await self._workers("discard", {"tags": ["kv_cache"]}, seconds)
         else:
-            # Level 2 keeps no copy in host memory: another load follows every wake.
+            # It takes the cache along (released_before). To discard the weights alone would lose buffers that belong
+            # to no checkpoint, such as those of rotary embeddings: only sleep keeps a copy of them. Level 2 keeps none
+            # of the parameters in host memory: another load follows every wake.
             await self._workers("sleep", {"level": 2}, seconds)
 
     async def resume_memory(self, tag: MemoryTag, *, seconds: float) -> None:

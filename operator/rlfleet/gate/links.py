@@ -46,7 +46,7 @@ class EngineLink:
         self._facts: Facts | None = None
         self._asking: asyncio.Task[Facts | None] | None = None
         self._guarded: bool | None = None
-        self._crossing: asyncio.Task[bool] | None = None
+        self._crossing: asyncio.Task[bool | None] | None = None
         #: Why it did not tell its facts when it was asked last.
         self._said = ""
         self._met = False
@@ -83,13 +83,13 @@ class EngineLink:
         return self._facts
 
     async def loop_answers(self) -> bool:
-        """Whether a question crosses the engine's loop within LOOP_SECONDS.
+        """Whether a question crosses the engine's loop within LOOP_SECONDS, or can not: there is no path for one.
 
         Anybody may ask that of a gate, so however many do, the engine has one question of theirs to answer.
         """
         if self._crossing is None or self._crossing.done():
             self._crossing = asyncio.create_task(self.adapter.idle(LOOP_SECONDS, memory_here=False))
-        return await asyncio.shield(self._crossing)
+        return await asyncio.shield(self._crossing) is not False
 
     async def _ask_facts(self) -> Facts | None:
         try:

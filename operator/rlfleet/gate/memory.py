@@ -78,8 +78,9 @@ async def check_release(ctx: GateContext, request: OperationRequest) -> None:
     """Refuse an engine that can not, that may serve, or of which a tag is in between."""
     order = request.order
     assert isinstance(order, ReleaseOrder)
-    _wanted(await _facts(ctx), order)
+    adapter, wanted = ctx.engine.adapter, _wanted(await _facts(ctx), order)
     tags.nothing_in_between(ctx.store.memory)
+    tags.goes_along(wanted, ctx.store.memory, adapter.released_before, adapter.type)
     await _may_release(ctx)
 
 

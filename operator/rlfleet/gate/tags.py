@@ -107,6 +107,18 @@ def nothing_in_between(memory: MemoryRecord) -> None:
         )
 
 
+def goes_along(
+    wanted: Sequence[MemoryTag], memory: MemoryRecord, before: Mapping[MemoryTag, MemoryTag], engine: str
+) -> None:
+    """Refuse a release that would take something with it that stays recorded as here: nobody would wake that again."""
+    for tag in wanted:
+        other = before.get(tag)
+        if other is not None and other not in wanted and other not in memory.tags:
+            raise GateError(
+                ErrorReason.UNSUPPORTED, f"tags: {engine} gives {tag} back only together with {other}: name both"
+            )
+
+
 def may_release(
     *,
     paused: bool | None,

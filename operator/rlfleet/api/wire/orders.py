@@ -220,9 +220,10 @@ class ReleaseOrder(Request):
     """Give the engine's device memory back, tag by tag; what was released stays recorded, whatever comes after.
 
     Refused (NotProven) unless the engine reads back paused, idle and in no router; Unsupported without capability
-    Offload. Its proof (``holds``) is withdrawn before the first release. Result: ``{"released": [tag], "memory":
-    {uuid: {"usedBytes", "totalBytes"}} | null, "residual": "Ok" | "High" | "Unknown"}``: what is released now in all,
-    and memory as it was read at the end. Residual Unknown: memory can not be read, or no limit was given.
+    Offload, and for a tag that this type of engine gives back only together with another one that is still here (vLLM:
+    Weights with KVCache). Its proof (``holds``) is withdrawn before the first release. Result: ``{"released": [tag],
+    "memory": {uuid: {"usedBytes", "totalBytes"}} | null, "residual": "Ok" | "High" | "Unknown"}``: what is released now
+    in all, and memory as it was read at the end. Residual Unknown: memory can not be read, or no limit was given.
     """
 
     kind: Literal["Release"] = "Release"
