@@ -112,11 +112,11 @@ def install(engine: str, say: Say) -> Path:
         except BaseException:
             shutil.rmtree(wanted.folder, ignore_errors=True)
             raise
-        used = free - shutil.disk_usage(cache()).free
         (wanted.folder / MARK).touch()
+        whole, linked = _sizes(wanted.folder)
         say(
-            f"{title}: {time.monotonic() - began:.0f} s, {_size(wanted.folder) / 1e9:.1f} GB, "
-            f"of which {max(used, 0) / 1e9:.1f} GB are new on this disk"
+            f"{title}: {time.monotonic() - began:.0f} s, {whole / 1e9:.1f} GB, "
+            f"of which {linked / 1e9:.1f} GB are links to files of uv's cache"
         )
         return wanted.python
 
@@ -173,6 +173,7 @@ def _run(wanted: Environment, command: list[str]) -> None:
         )
 
 
-def _size(folder: Path) -> int:
-    """Bytes of the files below a folder, those with several links too."""
-    return sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(folder) for name in names)
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Bytes of the files below a folder: of all, and of those that lie elsewhere, too."""
+    found = [os.lstat(os.path.join(path, name)) for path, _, names in os.walk(folder) for name in names]
+    return sum(f.st_size for f in found), sum(f.st_size for f in found if f.st_nlink > 1)

@@ -94,12 +94,12 @@ def sync(fleet: Fleet, version: int, seed: int) -> dict[str, Any]:
 
 
 def start(
-    fleet: Fleet, engine: str, models: Path, replicas: int = 1, *, present: int = 0, **spec: Any
+    fleet: Fleet, kind: str, models: Path, replicas: int = 1, *, present: int = 0, **spec: Any
 ) -> list[RealEngine]:
     """A pool of real engines with the checkpoint of ``DISK``, ready. ``present``: engines of other pools."""
-    if installed(engine) is None:
-        pytest.fail(f"{engine} is not installed: make engines")
-    fleet.pool(replicas, **{**pool(engine, models, DISK), **spec})
-    pods = fleet.ready_engines(present + replicas, 300)
+    if installed(kind) is None:
+        pytest.fail(f"{kind} is not installed: make engines")
+    fleet.pool(replicas, **{**pool(kind, models, DISK), **spec})
+    pods = fleet.ready_engines(present + replicas, 600)
     mine = [p for p in pods if p["metadata"]["labels"]["rlfleet.dev/pool"] == spec.get("name", "e")]
-    return [RealEngine.of_pod(engine, pod) for pod in mine]
+    return [RealEngine.of_pod(kind, pod) for pod in mine]

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.engines,
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
 ]
 
 DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 40}
@@ -45,7 +46,7 @@ def received(cluster: LocalCluster, fleet: Fleet, engine: RealEngine) -> int:
     return cluster.hollow.log(fleet.namespace, engine.name, "engine").read_text(errors="replace").count(RECEIVED)
 
 
-def serves(fleet: Fleet, version: int, expected: list[list[int]], seconds: float = 300.0) -> RealEngine:
+def serves(fleet: Fleet, version: int, expected: list[list[int]], seconds: float = 600.0) -> RealEngine:
     """Wait until the pool's one engine, whichever it is by then, serves the version; what it says is the version's."""
 
     def look() -> RealEngine | None:
@@ -84,7 +85,7 @@ def test_a_trainer_that_goes_in_mid_broadcast_commits_nothing(
     wait_until(
         lambda: fleet.ended(fleet.order(2, attempt=next(attempts)), 300)["status"]["phase"] == "Succeeded",
         "a round to succeed",
-        400,
+        900,
         every=5,
     )
     serves(fleet, 2, expected[SEEDS[2]])

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.engines,
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
 ]
 
 
