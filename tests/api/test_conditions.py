@@ -16,7 +16,6 @@ from rlfleet.api.conditions import (
     Reason,
     RoundCondition,
     find_condition,
-    is_true,
     set_condition,
 )
 
@@ -110,12 +109,10 @@ def test_messages_fit_the_schema_and_cutting_is_stable(message: str) -> None:
 def test_unknown_is_neither_true_nor_false(value: bool | None, status: str) -> None:
     assert ConditionStatus.of(value).value == status
     made = set_ready([], status=ConditionStatus.of(value))
-    assert is_true(made, PoolCondition.READY) is (value is True)
     found = find_condition(made, PoolCondition.READY)
     assert found is not None
     assert found["status"] == status
 
 
-def test_an_absent_condition_is_not_true() -> None:
+def test_an_absent_condition_is_found_nowhere() -> None:
     assert find_condition([], PoolCondition.READY) is None
-    assert not is_true([], PoolCondition.READY)

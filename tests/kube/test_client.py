@@ -94,22 +94,10 @@ async def test_another_object_of_the_same_name_is_refused(kube: KubeClient, name
             namespace,
             "c",
             resource_version=old["metadata"]["resourceVersion"],
-            labels={"x": "y"},
+            finalizers=["a.test/b"],
             timeout=T,
         )
     assert (await kube.get(CONFIGMAPS, namespace, "c", timeout=T))["metadata"]["uid"] == new["metadata"]["uid"]
-
-
-async def test_delete_can_name_the_version_too(kube: KubeClient, namespace: str) -> None:
-    old = await kube.create(CONFIGMAPS, namespace, configmap("c"), timeout=T)
-    meta = old["metadata"]
-    await kube.patch_metadata(
-        CONFIGMAPS, namespace, "c", resource_version=meta["resourceVersion"], labels={"x": "y"}, timeout=T
-    )
-    with pytest.raises(Conflict):
-        await kube.delete(
-            CONFIGMAPS, namespace, "c", uid=meta["uid"], resource_version=meta["resourceVersion"], timeout=T
-        )
 
 
 @pytest.mark.parametrize(

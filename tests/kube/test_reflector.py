@@ -204,57 +204,54 @@ async def test_deletion_of_a_former_object_does_not_remove_its_successor(script:
         assert view.by_uid("second") is not None
 
 
-async def test_own_write_is_not_fresh_until_the_view_shows_it(script: tuple[Script, KubeClient]) -> None:
+async def test_an_own_write_is_seen_at_once_and_an_older_event_does_not_undo_it(
+    script: tuple[Script, KubeClient],
+) -> None:
     server, client = script
     server.items, server.version = [obj("a", 5)], 5
     view = Reflector(client, PODS)
     async with running(view):
-        view.note_write(obj("a", 8))
-        assert not view.fresh("ns", "a")
-        assert view.stale_keys("ns", "a") == [("ns", "a")]
+        view.observe(obj("a", 8))
         await server.send("MODIFIED", obj("a", 7))
         await server.send("ADDED", obj("x", 7))
         await until(lambda: view.get("ns", "x"))
-        assert not view.fresh("ns", "a")
-        await server.send("MODIFIED", obj("a", 8))
-        await until(lambda: view.fresh("ns", "a"))
+        found = view.get("ns", "a")
+        assert found is not None
+        assert found["metadata"]["resourceVersion"] == "8"
 
 
-async def test_bookmark_past_an_own_write_shows_that_the_object_is_gone_again(
-    script: tuple[Script, KubeClient],
-) -> None:
+async def test_an_own_deletion_is_named_until_the_view_shows_it(script: tuple[Script, KubeClient]) -> None:
     server, client = script
+    server.items, server.version = [obj("a", 5), obj("b", 5), obj("c", 5)], 5
     view = Reflector(client, PODS)
     async with running(view):
-        view.note_write(obj("a", 8))
-        assert not view.fresh("ns", "a")
-        await server.send("BOOKMARK", {"metadata": {"resourceVersion": "12"}})
-        await until(lambda: view.fresh("ns", "a"))
+        for name in ("a", "b", "c"):
+            view.note_delete("ns", name, f"u-{name}")
+        view.note_delete("ns", "none", "u-none")
+        assert view.stale_keys("ns") == [("ns", "a"), ("ns", "b"), ("ns", "c")]
+        assert view.stale_keys("ns", "a") == [("ns", "a")]
+        assert view.stale_keys("ns", older_than=3600) == view.stale_keys("elsewhere") == []
+        await server.send("MODIFIED", obj("a", 6))
+        await server.send("ADDED", obj("x", 7))
+        await until(lambda: view.get("ns", "x"))
+        assert ("ns", "a") in view.stale_keys("ns"), "a change that is no deletion"
+        await server.send("MODIFIED", obj("a", 8, deletionTimestamp="now"))
+        await server.send("DELETED", obj("c", 9))
+        await server.send("MODIFIED", obj("b", 10, uid="its successor"))
+        await until(lambda: not view.stale_keys("ns"))
 
 
-async def test_own_delete_is_fresh_once_the_view_shows_it(script: tuple[Script, KubeClient]) -> None:
+async def test_live_reads_settle_what_the_watch_does_not_show(script: tuple[Script, KubeClient]) -> None:
     server, client = script
     server.items, server.version = [obj("a", 5), obj("b", 5)], 5
     view = Reflector(client, PODS)
     async with running(view):
         for name in ("a", "b"):
             view.note_delete("ns", name, f"u-{name}")
-            assert not view.fresh("ns", name)
-        await server.send("MODIFIED", obj("a", 6, deletionTimestamp="now"))
-        await server.send("DELETED", obj("b", 7))
-        await until(lambda: view.fresh("ns", "a") and view.fresh("ns", "b"))
-
-
-async def test_live_reads_settle_what_the_watch_does_not_show(script: tuple[Script, KubeClient]) -> None:
-    _, client = script
-    view = Reflector(client, PODS)
-    async with running(view):
-        view.note_write(obj("a", 8))
-        view.observe(obj("a", 8))
-        assert view.fresh("ns", "a")
-        view.note_write(obj("b", 9))
+        view.observe(obj("a", 8, deletionTimestamp="now"))
+        assert view.stale_keys("ns") == [("ns", "b")]
         view.observe_absent("ns", "b")
-        assert view.fresh("ns", "b")
+        assert view.stale_keys("ns") == []
 
 
 async def test_selection_by_labels(script: tuple[Script, KubeClient]) -> None:
@@ -325,13 +322,11 @@ async def test_several_namespaces_are_one_view_and_no_others(kube: KubeClient, n
             found = view.by_label("app", "x")
             assert [o["metadata"]["namespace"] for o in found] == [namespace, second]
             made = await kube.create(CONFIGMAPS, second, {"metadata": {"name": "mine"}}, timeout=T)
-            view.note_write(made)
-            await until(lambda: view.fresh(second, "mine"))
-            assert view.get(second, "mine") is not None
+            await until(lambda: view.get(second, "mine") == made)
             uid = found[0]["metadata"]["uid"]
             await kube.delete(CONFIGMAPS, namespace, "c", uid=uid, timeout=T)
             view.note_delete(namespace, "c", uid)
-            await until(lambda: view.fresh(namespace, "c") and gone)
+            await until(lambda: not view.stale_keys(namespace) and gone)
             assert [c.key for c in gone] == [(namespace, "c")]
     finally:
         await kube.delete(CONFIGMAPS, "default", "c", uid=await uid_of(kube, "default", "c"), timeout=T)

@@ -419,9 +419,3 @@ def set_condition(
 def find_condition(conditions: Sequence[Mapping[str, Any]], type: ConditionType) -> Mapping[str, Any] | None:
     """The condition of this type, or None."""
     return next((c for c in conditions if c.get("type") == type.value), None)
-
-
-def is_true(conditions: Sequence[Mapping[str, Any]], type: ConditionType) -> bool:
-    """Whether the condition is there and True; absent and Unknown are not true."""
-    found = find_condition(conditions, type)
-    return found is not None and found.get("status") == ConditionStatus.TRUE.value

@@ -237,10 +237,10 @@ class Settings:
         """What stands for Dynamo's names."""
         return Naming(self.discovery_namespace, self.discovery_endpoint, frozenset(self.discovery_components))
 
-    def control(self, environ: Mapping[str, str] = os.environ) -> ControlSettings:
+    def control(self) -> ControlSettings:
         """The part that reconcilers read. Its identity is another one at each call: ask once per process."""
-        pod = environ.get("RLFLEET_POD_NAME") or socket.gethostname()
-        uid = environ.get("RLFLEET_POD_UID")
+        pod = os.environ.get("RLFLEET_POD_NAME") or socket.gethostname()
+        uid = os.environ.get("RLFLEET_POD_UID")
         name = self.identity or (f"{pod[:70]}_{uid}" if uid else pod)
         return ControlSettings(
             namespace=self.namespace,

@@ -110,15 +110,15 @@ class Cluster:
         """One object."""
         return self.call("GET", self._path(plural, name, namespace))
 
-    def merge(self, plural: str, name: str, body: Mapping[str, Any], *, namespace: str | None = None) -> Obj:
+    def merge(self, plural: str, name: str, body: Mapping[str, Any]) -> Obj:
         """Merge-patch an object: None deletes a field."""
         params = {"fieldManager": labels.CLI_MANAGER}
-        return self.call("PATCH", self._path(plural, name, namespace), body=body, params=params)
+        return self.call("PATCH", self._path(plural, name, None), body=body, params=params)
 
-    def allowed(self, verb: str, group: str, resource: str, *, namespace: str | None, name: str = "") -> bool:
+    def allowed(self, verb: str, group: str, resource: str, *, namespace: str | None) -> bool:
         """Whether this identity may do that, as the apiserver judges (SelfSubjectAccessReview)."""
         resource, _, sub = resource.partition("/")
-        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": sub, "name": name}
+        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",

@@ -26,6 +26,8 @@ from rlfleet.router import RouterAdapter, make_router
 
 #: A gate takes at most this many.
 MAX_ENDPOINTS = 16
+#: Most calls to routers of one pool at the same time.
+PARALLEL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,11 @@ class RouterClients:
     and a vllm-router would pass them on to an engine.
     """
 
-    def __init__(self, *, timeout: float, guard: Guard, parallel: int = 16) -> None:
+    def __init__(self, *, timeout: float, guard: Guard) -> None:
         self._timeout = timeout
         self._guard = guard
         self._clients: dict[tuple[RouterType, str], RouterAdapter] = {}
-        self._slots = asyncio.Semaphore(parallel)
+        self._slots = asyncio.Semaphore(PARALLEL)
 
     async def remove(self, endpoints: Iterable[RouterEndpoint], url: str) -> dict[str, str | None]:
         """Take ``url`` out of all of them and read that back: router URL -> None (done) or what went wrong."""

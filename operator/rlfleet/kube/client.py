@@ -61,10 +61,9 @@ class KubeClient:
         observer: ApiObserver | None = None,
         field_manager: str = "rlfleet",
         user_agent: str = "rlfleet",
-        max_connections: int = 64,
         guard: Guard | None = None,
     ) -> None:
-        self._shared = Transport(source, limiter or RateLimiter(), observer, user_agent, max_connections, guard)
+        self._shared = Transport(source, limiter or RateLimiter(), observer, user_agent, guard)
         self._priority = Priority.SCALE
         self._field_manager = field_manager
 
@@ -273,21 +272,12 @@ class KubeClient:
         resource_version: str,
         timeout: float,
         finalizers: Sequence[str] | None = None,
-        labels: Mapping[str, str | None] | None = None,
-        annotations: Mapping[str, str | None] | None = None,
         owners: Sequence[Mapping[str, Any]] | None = None,
     ) -> Obj:
-        """Change finalizers or owner references (whole lists), labels or annotations (None deletes).
-
-        All under ``resource_version``.
-        """
+        """Change finalizers or owner references (whole lists; None leaves them) under ``resource_version``."""
         metadata: Obj = _precondition(resource_version)
         if finalizers is not None:
             metadata["finalizers"] = [*finalizers]
-        if labels is not None:
-            metadata["labels"] = dict(labels)
-        if annotations is not None:
-            metadata["annotations"] = dict(annotations)
         if owners is not None:
             metadata["ownerReferences"] = [dict(o) for o in owners]
         path = res.path(ns, name)
@@ -320,28 +310,11 @@ class KubeClient:
             write=True,
         )
 
-    async def delete(
-        self,
-        res: Resource,
-        ns: str | None,
-        name: str,
-        *,
-        uid: str,
-        timeout: float,
-        resource_version: str | None = None,
-        propagation: str | None = None,
-        grace_seconds: int | None = None,
-    ) -> Obj:
+    async def delete(self, res: Resource, ns: str | None, name: str, *, uid: str, timeout: float) -> Obj:
         """Delete exactly the object with ``uid`` (Conflict if another bears the name, NotFound if none does)."""
         if not uid:
             raise ValueError("delete needs the UID of the object that is meant")
         options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        if resource_version is not None:
-            options["preconditions"] |= _precondition(resource_version)
-        if propagation is not None:
-            options["propagationPolicy"] = propagation
-        if grace_seconds is not None:
-            options["gracePeriodSeconds"] = grace_seconds
         return await self._call("delete", "DELETE", res, res.path(ns, name), body=options, timeout=timeout, write=True)
 
     async def evict(self, ns: str, name: str, *, uid: str, timeout: float) -> Obj:

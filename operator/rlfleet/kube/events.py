@@ -34,6 +34,10 @@ NAMESPACE_SECONDS = 60.0
 SIMILAR = 10
 #: Events, and objects, that are remembered.
 REMEMBERED = 4096
+#: Most Events that wait to be written; more are dropped and counted.
+BACKLOG = 1000
+#: Who says it, in every Event.
+CONTROLLER = "rlfleet.dev/operator"
 _COMBINED = "(combined) "
 
 
@@ -83,22 +87,18 @@ class EventRecorder:
         client: KubeClient,
         *,
         instance: str,
-        controller: str = "rlfleet.dev/operator",
         repeat_seconds: float = 600.0,
         burst: int = 20,
         refill_seconds: float = 30.0,
         api_timeout: float = 5.0,
-        backlog: int = 1000,
         observer: EventObserver | None = None,
     ) -> None:
         self._client = client
         self._instance = instance[:128]
-        self._controller = controller
         self._repeat = repeat_seconds
         self._burst = burst
         self._refill = refill_seconds
         self._timeout = api_timeout
-        self._backlog = backlog
         self._observer = observer
         self._pending: deque[tuple[_Said, Obj]] = deque()
         self._wake = asyncio.Event()
@@ -133,7 +133,7 @@ class EventRecorder:
             said.count += 1
             if now - said.told < self._repeat:
                 return
-        if not self._allow(uid, now) or len(self._pending) >= self._backlog:
+        if not self._allow(uid, now) or len(self._pending) >= BACKLOG:
             self._drop(1)
             return
         stamp = datetime.now(UTC)
@@ -143,7 +143,7 @@ class EventRecorder:
                 "namespace": namespace,
             },
             "eventTime": _time(stamp),
-            "reportingController": self._controller,
+            "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
             "action": action,
             "reason": reason,

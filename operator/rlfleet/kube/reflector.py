@@ -3,8 +3,8 @@
 Invariants:
 - an object that vanished while the watch was broken is reported as a deletion by the next list;
 - the view never goes back: an older version of an object does not replace a newer one, nor revive a deleted one;
-- ``fresh(key)`` is false until the view has seen what this process itself wrote, so nobody decides on a view that is
-  behind its own writes.
+- what this process itself writes is put into the view at once (``observe``), and its own deletions are named until
+  the view shows them (``stale_keys``), so nobody decides on a view that is behind its own writes.
 
 Callbacks get the object's key and its labels before and after, never a reason to trust the event: readers look at
 the view.
@@ -63,10 +63,9 @@ def _remember(memory: dict[str, Obj], uid: str, obj: Obj) -> None:
 
 
 @dataclass(slots=True)
-class _Written:
-    version: int = 0
-    deleted_uid: str = ""
-    at: float = 0.0
+class _Deleted:
+    uid: str
+    at: float
 
 
 class Reflector:
@@ -105,8 +104,7 @@ class Reflector:
         self._before: dict[str, Obj] = {}
         self._by_uid: dict[str, Key] = {}
         self._by_label: dict[str, dict[str, set[Key]]] = {label: {} for label in index_labels}
-        self._written: dict[Key, _Written] = {}
-        self._versions: dict[str | None, int] = dict.fromkeys(self._scopes, 0)
+        self._deleted: dict[Key, _Deleted] = {}
         self._listed: set[str | None] = set()
         self._synced = asyncio.Event()
 
@@ -178,64 +176,35 @@ class Reflector:
 
     # ------------------------------------------------------------------------------------------ own writes
 
-    def note_write(self, obj: Obj) -> None:
-        """Remember that this process wrote ``obj`` (the apiserver's answer)."""
-        key = key_of(obj)
-        entry = self._written.setdefault(key, _Written())
-        entry.version = max(entry.version, version_of(obj))
-        entry.at = asyncio.get_running_loop().time()
-        self._settle(key)
-
     def note_delete(self, namespace: str, name: str, uid: str) -> None:
-        """Remember that this process deleted the object with ``uid``; fresh once the view shows it deleting or gone."""
-        key = (namespace, name)
-        entry = self._written.setdefault(key, _Written())
-        entry.deleted_uid = uid
-        entry.at = asyncio.get_running_loop().time()
-        self._settle(key)
-
-    def fresh(self, namespace: str, name: str) -> bool:
-        """Whether the view has caught up with this process's own writes to the object."""
+        """Remember that this process deleted the object with ``uid``."""
+        self._deleted[namespace, name] = _Deleted(uid, asyncio.get_running_loop().time())
         self._settle((namespace, name))
-        return (namespace, name) not in self._written
 
     def stale_keys(self, namespace: str, prefix: str = "", *, older_than: float = 0.0) -> list[Key]:
-        """Own writes to names with ``prefix`` that the view has not shown for ``older_than`` seconds."""
+        """Names with ``prefix`` that this process deleted ``older_than`` seconds ago and the view still shows alive."""
         now = asyncio.get_running_loop().time()
-        for key in [k for k in self._written if k[0] == namespace and k[1].startswith(prefix)]:
-            self._settle(key)
         return [
             k
-            for k, w in self._written.items()
-            if k[0] == namespace and k[1].startswith(prefix) and now - w.at >= older_than
+            for k, d in self._deleted.items()
+            if k[0] == namespace and k[1].startswith(prefix) and now - d.at >= older_than
         ]
 
     def observe(self, obj: Obj) -> None:
-        """Put a live read into the view (a GET made because ``fresh`` stayed false)."""
+        """Put into the view what the apiserver answered to a write or a live read."""
         self._put(obj)
 
     def observe_absent(self, namespace: str, name: str) -> None:
         """A live read answered that no such object exists."""
-        self._written.pop((namespace, name), None)
         self._remove((namespace, name))
 
     def _settle(self, key: Key) -> None:
-        entry = self._written.get(key)
+        entry = self._deleted.get(key)
         if entry is None:
             return
         obj = self._objects.get(key)
-        seen = version_of(obj) if obj is not None else 0
-        # A view past the written version without the object has seen its deletion.
-        scope = key[0] if key[0] in self._versions else None
-        written = seen >= entry.version or self._versions.get(scope, 0) >= entry.version
-        deleted = (
-            not entry.deleted_uid
-            or obj is None
-            or obj["metadata"].get("uid") != entry.deleted_uid
-            or bool(obj["metadata"].get("deletionTimestamp"))
-        )
-        if written and deleted:
-            del self._written[key]
+        if obj is None or obj["metadata"].get("uid") != entry.uid or obj["metadata"].get("deletionTimestamp"):
+            del self._deleted[key]
 
     # ------------------------------------------------------------------------------------------ following
 
@@ -274,7 +243,6 @@ class Reflector:
             # Written here after the list was taken: the watch will tell.
             if version_of(self._objects[key]) <= listed:
                 self._remove(key)
-        self._advance(scope, listed)
         self._listed.add(scope)
         if len(self._listed) == len(self._scopes):
             self._synced.set()
@@ -303,7 +271,6 @@ class Reflector:
                             self._remove(key_of(event.object), event.object["metadata"].get("uid", ""))
                         elif event.type != "BOOKMARK":
                             self._put(event.object)
-                        self._advance(scope, int(version))
                         if loop.time() >= until:
                             break
             except Gone:
@@ -315,9 +282,6 @@ class Reflector:
                     raise
                 log.info("watch of %s: %s; reconnecting", self.resource.plural, e)
                 await asyncio.sleep(0.2 * failures)
-
-    def _advance(self, scope: str | None, version: int) -> None:
-        self._versions[scope] = max(self._versions[scope], version)
 
     def _put(self, obj: Obj) -> None:
         key = key_of(obj)
@@ -350,6 +314,7 @@ class Reflector:
             return
         del self._objects[key]
         self._unindex(key, old)
+        self._settle(key)
         _remember(self._departed, old["metadata"].get("uid", ""), old)
         self._on_change(Change(key, old["metadata"].get("uid", ""), {}, old["metadata"].get("labels") or {}))
 

@@ -41,6 +41,8 @@ Obj = dict[str, Any]
 
 JSON = "application/json"
 CONNECT_SECONDS = 5.0
+#: Most connections to the apiserver, watches among them.
+MAX_CONNECTIONS = 64
 
 
 class ApiObserver(Protocol):
@@ -59,7 +61,6 @@ class Transport:
         limiter: RateLimiter,
         observer: ApiObserver | None,
         user_agent: str,
-        max_connections: int,
         guard: Guard | None = None,
     ) -> None:
         self._source = source
@@ -67,7 +68,6 @@ class Transport:
         self._limiter = limiter
         self._observer = observer
         self._user_agent = user_agent
-        self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._credentials: Credentials | None = None
         self._refresh = asyncio.Lock()
@@ -83,7 +83,7 @@ class Transport:
         """Read the credentials and make the pool."""
         if self._session is None:
             self._credentials = await self._source()
-            connector = aiohttp.TCPConnector(limit=self._max_connections, ttl_dns_cache=60)
+            connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ttl_dns_cache=60)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
 
     async def close(self) -> None:

@@ -23,8 +23,3 @@ def is_offloaded(status: GateStatus | None) -> bool:
 def is_touched(status: GateStatus | None) -> bool:
     """Some of its memory is released, or may be: it can not take part in a round before it is woken."""
     return status is not None and (status.releasing or bool(status.released))
-
-
-def is_half_released(status: GateStatus | None) -> bool:
-    """Neither asleep nor awake."""
-    return is_touched(status) and not is_offloaded(status)

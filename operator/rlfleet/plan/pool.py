@@ -217,10 +217,10 @@ def _creation(view: PoolView, index: int, pods: list[PodFact]) -> Create | None:
     return Create(index, naming.pod_name(view.name, index, salt), before)
 
 
-def slow_start(count: int, *, first: int = 1, largest: int = 16) -> list[int]:
+def slow_start(count: int, *, largest: int = 16) -> list[int]:
     """Sizes of the batches in which ``count`` creates are sent: 1, 2, 4, ... so that an error costs few calls."""
     sizes = []
-    size = first
+    size = 1
     while count > 0:
         sizes.append(min(size, count, largest))
         count -= sizes[-1]
