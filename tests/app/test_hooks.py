@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rlfleet.api import crdgen
 from rlfleet.app.hooks import __main__ as command
 from rlfleet.app.hooks import check
 from rlfleet.app.hooks.crds import merged
 from rlfleet.app.hooks.steps import HookError, steadily, until
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.config import Credentials
 from rlfleet.kube.errors import NotFound, Unavailable
 
 
@@ -52,6 +56,24 @@ def test_helm_test_takes_no_pipeline_of_somebody_else_for_its_own() -> None:
     theirs = {"spec": {"weights": {"sender": {"podSelector": {"matchLabels": {"app": "trainer"}}}}}}
     files = {"spec": {"weights": {"checkpoint": {"pathTemplate": "/v{version}"}}}}
     assert not any(check.is_the_tests(p) for p in (theirs, files, {"metadata": {"name": "rlfleet-test"}}))
+
+
+async def test_a_wrong_pipeline_that_is_refused_for_its_name_alone_was_accepted() -> None:
+    answers = {"POST": (409, {"reason": "AlreadyExists"}), "GET": (404, {"reason": "NotFound"})}
+
+    async def answer(request: web.Request) -> web.Response:
+        status, body = answers[request.method]
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+
+    async def where() -> Credentials:
+        return Credentials(str(server.make_url("")).rstrip("/"))
+
+    async with TestServer(app, host="127.0.0.1") as server, KubeClient(where) as kube:
+        with pytest.raises(HookError, match="Telepathy was accepted"):
+            await check.check(kube, "ns", "rlfleet-test", seconds=1)
 
 
 async def test_what_may_be_asked_again_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,10 +111,14 @@ def test_staging_must_hold_the_model_within_the_gates_limit() -> None:
     assert checks.staging(pipeline, pool, None) == []
     pipeline["spec"]["transport"]["staging"] = "Bucket"
     assert checks.staging(pipeline, pool, 2 * GIB) == []
-    pool["spec"]["gate"]["resources"] = {"limits": {"memory": "1Gi"}}
+    # As the operator judges (StagingOverLimit): the gate itself needs room beside what is staged.
+    pool["spec"]["gate"]["resources"] = {"limits": {"memory": "1100Mi"}}
     tight = checks.staging(pipeline, pool, None)
     assert levels(tight) == ["Failed"]
     assert "limits.memory" in tight[0].message
+    assert "1280Mi" in tight[0].fix
+    pool["spec"]["gate"]["resources"] = {"limits": {"memory": "1280Mi"}}
+    assert checks.staging(pipeline, pool, None) == []
 
 
 def test_a_pool_stages_what_its_smallest_gate_can_that_answers() -> None:
@@ -124,14 +128,6 @@ def test_a_pool_stages_what_its_smallest_gate_can_that_answers() -> None:
     silent = {k: v for k, v in ENGINE.items() if k != "stagingCapacityBytes"} | {"answers": False}
     assert checks.capacity(pool, [*rows, silent]) == 5
     assert checks.capacity(pool, [silent]) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1Gi", GIB), ("1.5Gi", GIB * 3 // 2), ("500M", 500_000_000), (1024, 1024), (None, None), ("many", None)],
-)
-def test_quantities_are_read_or_left_unknown(text: object, size: int | None) -> None:
-    assert checks.quantity(text) == size
 
 
 ENGINE: dict[str, Any] = {

@@ -371,9 +371,10 @@ async def a_broadcast_is_received(bench: Bench) -> Observed:
 
 
 async def _join(bench: Bench, port: int, group: str, seconds: float = SECONDS) -> None:
-    await bench.engine.join_group(
-        address="127.0.0.1", port=port, group=group, rank=1, world_size=2, backend="gloo", seconds=seconds
+    at = wire.BroadcastGroup(
+        master_address="127.0.0.1", master_port=port, group_name=group, world_size=2, backend="gloo"
     )
+    await bench.engine.join_group(at, rank=1, seconds=seconds)
 
 
 @case(Capability.BROADCAST)

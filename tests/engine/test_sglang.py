@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlfleet.api.wire import MemoryTag, PauseMode
+from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
 from rlfleet.calls import NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Capability, SGLangAdapter, make_adapter
 from tests.gate.kit import Engine, address, free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 INFO = {"version": "0.5.23", "tp_size": 2, "pp_size": 1, "dp_size": 1, "model_path": "/m", "served_model_name": "m"}
+
+
+def group(world_size: int) -> BroadcastGroup:
+    return BroadcastGroup(master_address="h", master_port=1, group_name="g", world_size=world_size, backend="gloo")
 
 
 @pytest.fixture
@@ -201,7 +205,7 @@ async def test_what_a_broken_transfer_left_behind_is_cleared(server: Server, ada
     assert server.sent("/end_weight_update") == [{}]
     exists = (400, {"success": False, "message": "The group name has already been created"})
     server.answer("POST", "/init_weights_update_group", exists, fine)
-    await adapter.join_group(address="h", port=1, group="g", rank=1, world_size=2, backend="gloo", seconds=2)
+    await adapter.join_group(group(world_size=2), rank=1, seconds=2)
     assert server.sent("/destroy_weights_update_group") == [{"group_name": "g"}]
 
 

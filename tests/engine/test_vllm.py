@@ -16,7 +16,7 @@ from rlfleet.calls import NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Capability, VLLMAdapter, make_adapter
 from rlfleet.gate.links import EngineLink
 from rlfleet.gate.store import Store
-from tests.engine.test_sglang import Server, serving
+from tests.engine.test_sglang import Server, group, serving
 from tests.gate.kit import address, free_port
 
 PATHS = {
@@ -200,7 +200,7 @@ async def test_checksums(server: Server, adapter: VLLMAdapter) -> None:
 
 
 async def test_bodies_of_a_session(server: Server, adapter: VLLMAdapter) -> None:
-    await adapter.join_group(address="h", port=1, group="g", rank=3, world_size=5, backend="gloo", seconds=10)
+    await adapter.join_group(group(world_size=5), rank=3, seconds=10)
     await adapter.receive(Bucket(["a"], ["bfloat16"], [(2, 3)]), group="g", seconds=5)
     assert server.sent("/init_weight_transfer_engine") == [
         {

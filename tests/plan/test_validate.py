@@ -140,7 +140,8 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(),
         [pool(gate={"image": "g", "stagingMiB": 1024, "resources": {"limits": {"memory": "1Gi"}}})],
         Reason.STAGING_OVER_LIMIT,
-        "spec.gate.resources.limits.memory of pool a is 1Gi, stagingMiB 1024 and the gate itself need 1280Mi",
+        "pool a: spec.gate.resources.limits.memory is 1Gi, and what is staged (spec.gate.stagingMiB 1024) counts "
+        "against it beside the gate itself: set it to 1280Mi or more, or lower stagingMiB",
         {"a"},
     ),
     (

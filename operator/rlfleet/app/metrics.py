@@ -14,6 +14,7 @@ from prometheus_client import Gauge, ProcessCollector
 from rlfleet import __version__
 from rlfleet.api.metrics import OPERATOR
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
+from rlfleet.control.context import Metrics
 from rlfleet.instruments import Instruments, OwnedSeries, set_or_remove
 from rlfleet.plan.summary import RoundSummary, condition_numbers, engine_lag, pipeline_numbers, round_now
 
@@ -21,7 +22,7 @@ _STATES = tuple(s.value.lower() for s in EngineState)
 Series = tuple[Gauge, tuple[str, ...]]
 
 
-class OperatorMetrics:
+class OperatorMetrics(Metrics):
     """Implements what the parts report to: reconcilers, apiserver client, guard, elector, queue, Events, peers."""
 
     def __init__(self) -> None:

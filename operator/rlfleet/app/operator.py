@@ -31,7 +31,7 @@ from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.signing import SigningKeySource
 from rlfleet.app.triggers import Triggers
-from rlfleet.control.context import Context, Kind, NoTraces, QueueKey, SystemClock, Traces
+from rlfleet.control.context import Context, Kind, QueueKey, SystemClock, Traces
 from rlfleet.control.deletion import watch_deletion
 from rlfleet.control.explaining import Wanted, report
 from rlfleet.control.peers import Peers
@@ -322,7 +322,7 @@ class Operator:
 
     def _make_traces(self) -> Traces:
         if not self._settings.otlp_endpoint:
-            return NoTraces()
+            return Traces()
         from rlfleet.app.tracing import RoundTraces  # an extra
 
         made = RoundTraces(self._settings.otlp_endpoint, identity=self._control.identity)

@@ -23,6 +23,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 
 from rlfleet import __version__
 from rlfleet.api.timestamps import epoch_ms
+from rlfleet.control.context import Traces
 from rlfleet.plan.summary import ledger_row
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ class _Ids(IdGenerator):
         return self.span_id
 
 
-class RoundTraces:
-    """Implements control.context.Traces. ``endpoint``: base URL of an OTLP/HTTP collector, such as http://host:4318."""
+class RoundTraces(Traces):
+    """Spans of rounds. ``endpoint``: base URL of an OTLP/HTTP collector, such as http://host:4318."""
 
     def __init__(self, endpoint: str, *, identity: str) -> None:
         self._ids = _Ids()

@@ -12,6 +12,8 @@ from typing import Any
 
 from rlfleet.api import labels, served
 from rlfleet.api.tokens import LEEWAY_SECONDS
+from rlfleet.plan.template import staging_mib
+from rlfleet.plan.validate import staging_over_limit
 from rlfleet.show.facts import age, key_of, problems, size, status_of, time_ms
 from rlfleet.show.rounds import meaning
 
@@ -19,7 +21,6 @@ Obj = Mapping[str, Any]
 MIB = 2**20
 #: Seconds by which clocks may differ before somebody should know; tokens are refused beyond LEEWAY_SECONDS.
 CLOCK_SECONDS = 5
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 DRA_REMEDY = (
     "Claims need Kubernetes 1.34 or later with a DRA driver for the GPUs; placement Scheduler or Pinned does without"
 )
@@ -142,15 +143,11 @@ def capacity(pool: Obj, engines: Iterable[Obj]) -> int | None:
 def staging(pipeline: Obj, pool: Obj, total_bytes: int | None, told: int | None = None) -> list[Check]:
     """Whether the gate's memory volume holds what it must, within the gate's memory limit. ``told``: see capacity."""
     what = f"EnginePool {'/'.join(key_of(pool))}"
-    gate, transport = pool["spec"].get("gate") or {}, pipeline["spec"].get("transport") or {}
-    room = int(gate.get("stagingMiB") or 1024) * MIB
+    transport = pipeline["spec"].get("transport") or {}
+    room = staging_mib(pool) * MIB
     found: list[Check] = []
-    limit = quantity(((gate.get("resources") or {}).get("limits") or {}).get("memory"))
-    if limit is not None and limit <= room:
-        message = (
-            f"spec.gate.resources.limits.memory is {size(limit)}, and staged weights ({size(room)}) count against it"
-        )
-        found.append(Check(Level.FAIL, what, message, f"raise the limit above {size(room)} plus 256 MiB"))
+    if (short := staging_over_limit(pool)) is not None:
+        found.append(Check(Level.FAIL, what, *short))
     whole = transport.get("staging", "Full") == "Full" and "checkpoint" not in (pipeline["spec"].get("weights") or {})
     if transport.get("mode") == "Broadcast" or not whole or total_bytes is None:
         return found
@@ -167,18 +164,6 @@ def staging(pipeline: Obj, pool: Obj, total_bytes: int | None, told: int | None 
     elif not found and told is not None:
         found.append(Check(Level.OK, what, f"{size(total_bytes)} of weights fit into {size(told)} of staging"))
     return found
-
-
-def quantity(text: object) -> int | None:
-    """Bytes of a Kubernetes quantity; None where there is none, or one that is not understood."""
-    if text is None:
-        return None
-    word = str(text)
-    number = word.rstrip("kKMGTi")
-    try:
-        return int(float(number) * _UNITS[word[len(number) :]])
-    except (ValueError, KeyError):
-        return None
 
 
 def live(what: str, seen: Obj) -> list[Check]:

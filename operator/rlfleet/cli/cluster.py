@@ -16,7 +16,6 @@ from urllib.parse import quote
 
 import httpx
 
-from rlfleet import __version__
 from rlfleet.api import labels
 from rlfleet.cli.failures import CliError, Exit
 from rlfleet.client import credentials
@@ -50,14 +49,7 @@ class Cluster:
     def __init__(self, access: credentials.Access, namespace: str | None) -> None:
         self.access = access
         self.namespace = namespace
-        self._http = httpx.Client(
-            base_url=access.server,
-            verify=True if access.tls is None else access.tls,
-            proxy=access.proxy,
-            trust_env=False,
-            timeout=CALL_SECONDS,
-            headers={"User-Agent": f"rlfleet-cli/{__version__}", "Accept": "application/json"},
-        )
+        self._http = access.connect("rlfleet-cli", seconds=CALL_SECONDS)
 
     @classmethod
     def connect(
@@ -186,17 +178,14 @@ class Cluster:
         params: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """One call, whatever the answer; CliError where there is none."""
-        header = self.access.authorization()
         content = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        extensions = {"sni_hostname": self.access.tls_server_name} if self.access.tls_server_name else {}
         try:
             return self._http.request(
                 method,
                 path,
                 params=dict(params or {}),
                 content=None if body is None else json.dumps(body),
-                headers=({"Authorization": header} if header else {}) | ({"Content-Type": content} if body else {}),
-                extensions=extensions,
+                **self.access.as_us(None if body is None else content),
             )
         except (httpx.TransportError, OSError) as e:
             raise CliError(

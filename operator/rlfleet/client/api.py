@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 
-from rlfleet import __version__
 from rlfleet.api import labels
 from rlfleet.client import errors
 from rlfleet.client.credentials import Access
@@ -56,13 +55,7 @@ class Api:
     def __init__(self, access: Access, namespace: str) -> None:
         self._access = access
         self.namespace = namespace
-        self._http = httpx.Client(
-            base_url=access.server,
-            verify=True if access.tls is None else access.tls,
-            proxy=access.proxy,
-            trust_env=False,
-            headers={"User-Agent": f"rlfleet-client/{__version__}", "Accept": "application/json"},
-        )
+        self._http = access.connect("rlfleet-client", seconds=CALL_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
@@ -98,7 +91,7 @@ class Api:
         timeout = httpx.Timeout(CALL_SECONDS, read=seconds)
         try:
             with self._http.stream(
-                "GET", self._path(plural, ""), params=params, headers=self._headers(), timeout=timeout, **self._more()
+                "GET", self._path(plural, ""), params=params, timeout=timeout, **self._access.as_us()
             ) as response:
                 if response.status_code != 200:
                     return
@@ -113,14 +106,6 @@ class Api:
     def _path(self, plural: str, name: str) -> str:
         path = f"/apis/{labels.GROUP}/{labels.VERSION}/namespaces/{self.namespace}/{plural}"
         return f"{path}/{name}" if name else path
-
-    def _headers(self) -> dict[str, str]:
-        header = self._access.authorization()
-        return {} if header is None else {"Authorization": header}
-
-    def _more(self) -> dict[str, Any]:
-        name = self._access.tls_server_name
-        return {"extensions": {"sni_hostname": name}} if name else {}
 
     def _json(
         self,
@@ -160,9 +145,8 @@ class Api:
             path,
             params=params,
             content=None if body is None else json.dumps(body),
-            headers={**self._headers(), **({} if body is None else {"Content-Type": kind})},
             timeout=max(0.05, min(CALL_SECONDS, until - time.monotonic())),
-            **self._more(),
+            **self._access.as_us(None if body is None else kind),
         )
 
     def _answer(self, response: httpx.Response, plural: str, name: str, method: str) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from rlfleet import __version__
 from rlfleet.client.errors import ConfigError
 
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -28,6 +31,28 @@ class Access:
     tls_server_name: str | None = None
     proxy: str | None = None
     where: str = ""
+
+    def connect(self, agent: str, *, seconds: float) -> httpx.Client:
+        """A client for it, whose calls end after ``seconds`` unless they say otherwise; ``as_us`` belongs to each call.
+
+        ``agent``: the program, for the apiserver's audit log. Proxies are the kubeconfig's, never the environment's.
+        """
+        return httpx.Client(
+            base_url=self.server,
+            verify=True if self.tls is None else self.tls,
+            proxy=self.proxy,
+            trust_env=False,
+            timeout=seconds,
+            headers={"User-Agent": f"{agent}/{__version__}", "Accept": "application/json"},
+        )
+
+    def as_us(self, content: str | None = None) -> dict[str, Any]:
+        """Keywords of one call: our identity of this moment, the type of the body, and the name in the certificate."""
+        header, name = self.authorization(), self.tls_server_name
+        return {
+            "headers": ({"Authorization": header} if header else {}) | ({"Content-Type": content} if content else {}),
+            "extensions": {"sni_hostname": name} if name else {},
+        }
 
 
 def find(kubeconfig: str | os.PathLike[str] | None = None, context: str | None = None) -> Access:

@@ -54,8 +54,11 @@ class SystemClock:
         return time.time_ns() // 1_000_000
 
 
-class Metrics(Protocol):
-    """What reconcilers report; implemented with Prometheus in app/metrics.py. Labels come from closed lists."""
+class Metrics:
+    """What reconcilers report. This reports it nowhere (a dry run); app/metrics.py has it with Prometheus.
+
+    Labels come from closed lists.
+    """
 
     def round_ended(self, namespace: str, pipeline: str, ended: RoundSummary) -> None:
         """A SyncRound reached a terminal phase."""
@@ -99,69 +102,14 @@ class Metrics(Protocol):
         """A repair rule (control.repair.rules.RuleName) raised; the others ran."""
 
 
-class NoMetrics:
-    """Reports nowhere."""
-
-    def round_ended(self, namespace: str, pipeline: str, ended: RoundSummary) -> None:
-        """See Metrics."""
-
-    def round_refused(self, reason: str) -> None:
-        """See Metrics."""
-
-    def round_taken_over(self, kind: str) -> None:
-        """See Metrics."""
-
-    def round_moved(self, namespace: str, pipeline: str, obj: Mapping[str, Any] | None) -> None:
-        """See Metrics."""
-
-    def pipeline(self, namespace: str, name: str, obj: Mapping[str, Any] | None) -> None:
-        """See Metrics."""
-
-    def pool(
-        self, namespace: str, name: str, status: Mapping[str, Any] | None, desired: int, committed: int | None
-    ) -> None:
-        """See Metrics."""
-
-    def quarantined(self, reason: str) -> None:
-        """See Metrics."""
-
-    def claims_leaked(self, namespace: str, pipeline: str, count: int | None) -> None:
-        """See Metrics."""
-
-    def progress(self, namespace: str, pipeline: str, ratio: float | None) -> None:
-        """See Metrics."""
-
-    def write(self, resource: str) -> None:
-        """See Metrics."""
-
-    def deleting(self, kind: str, namespace: str, name: str, since: float | None) -> None:
-        """See Metrics."""
-
-    def finalizer_ceiling(self, kind: str) -> None:
-        """See Metrics."""
-
-    def repair_rule_failed(self, rule: str) -> None:
-        """See Metrics."""
-
-
-class Traces(Protocol):
-    """Where the parts of rounds are told as they end; implemented with OpenTelemetry in app/tracing.py."""
+class Traces:
+    """Where the parts of rounds are told as they end. This tells nobody; app/tracing.py has it with OpenTelemetry."""
 
     def part(self, obj: Mapping[str, Any], part: str, seconds: float, ended_ms: int) -> None:
         """A part of this SyncRound took so long and ended then (epoch milliseconds)."""
 
     def round_ended(self, obj: Mapping[str, Any]) -> None:
         """This SyncRound ended; its status is terminal."""
-
-
-class NoTraces:
-    """Tells nobody."""
-
-    def part(self, obj: Mapping[str, Any], part: str, seconds: float, ended_ms: int) -> None:
-        """See Traces."""
-
-    def round_ended(self, obj: Mapping[str, Any]) -> None:
-        """See Traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +160,8 @@ class Context:
     clock: Clock = field(default_factory=SystemClock)
     raised: set[str] = field(default_factory=set)
     """UIDs of pipelines whose fence this process has raised: its calls are above those of every earlier leader."""
-    metrics: Metrics = field(default_factory=NoMetrics)
-    traces: Traces = field(default_factory=NoTraces)
+    metrics: Metrics = field(default_factory=Metrics)
+    traces: Traces = field(default_factory=Traces)
     gates: GateMemory = field(default_factory=GateMemory)
     claims: ClaimMemory = field(default_factory=ClaimMemory)
     repairs: RepairMemories = field(default_factory=RepairMemories)
@@ -238,8 +186,6 @@ __all__ = [
     "Enqueue",
     "Kind",
     "Metrics",
-    "NoMetrics",
-    "NoTraces",
     "Priority",
     "QueueKey",
     "SystemClock",

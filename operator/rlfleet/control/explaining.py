@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.claim_memory import ClaimMemory
-from rlfleet.control.context import NoMetrics
+from rlfleet.control.context import Metrics
 from rlfleet.control.elastic.memory import ElasticMemory
 from rlfleet.control.identity import poisoned_fence
 from rlfleet.control.peers import Peer, fan_out
@@ -75,7 +75,7 @@ def _quiet(ctx: Context) -> Context:
         kube=ctx.kube.guarded(guard),
         guard=guard,
         enqueue=_ignore,
-        metrics=NoMetrics(),
+        metrics=Metrics(),
         gates=GateMemory(),
         claims=ClaimMemory(),
         repairs=RepairMemories(),

@@ -22,13 +22,7 @@ class GateCalls(PeerCalls):
         """Read a gate's status within ``seconds``; its pod UID must be the one that we think it is."""
         caller = Caller(pipeline, "", 0)
         raw = await self.call(gate, "GET", "/v1/status", scope=Scope.READ, caller=caller, seconds=seconds)
-        return self._own(gate, self.parse(gate, wire.GateStatus, raw))
-
-    @staticmethod
-    def _own(gate: Peer, status: wire.GateStatus) -> wire.GateStatus:
-        if status.pod_uid != gate.pod_uid:
-            raise Silent(gate, f"the gate at {gate.url} belongs to pod {status.pod_uid}, not {gate.pod_uid}")
-        return status
+        return self.status(gate, wire.GateStatus, raw)
 
     async def clock_ms(self, gate: Peer) -> int:
         """Milliseconds since the epoch by a gate's clock, to a second: the Date header of its probe."""
@@ -43,22 +37,20 @@ class GateCalls(PeerCalls):
         """Tell a gate its pipeline, routers and keys."""
         caller = Caller(request.pipeline, "", request.generation)
         raw = await self.call(gate, "POST", "/v1/enroll", scope=Scope.CONTROL, caller=caller, body=request)
-        return self._own(gate, self.parse(gate, wire.GateStatus, raw))
+        return self.status(gate, wire.GateStatus, raw)
 
     async def gate_fence(self, gate: Peer, caller: Caller) -> wire.GateStatus:
         """Raise a gate's fence and read its status."""
-        body = wire.FenceRequest(pipeline=caller.pipeline, operation=caller.operation, generation=caller.generation)
+        body = wire.FenceRequest(**caller.fence())
         raw = await self.call(gate, "POST", "/v1/fence", scope=Scope.CONTROL, caller=caller, body=body)
-        return self._own(gate, self.parse(gate, wire.GateStatus, raw))
+        return self.status(gate, wire.GateStatus, raw)
 
     async def gate_start(
         self, gate: Peer, caller: Caller, *, incarnation: str, step: str, attempt: int, order: Any
     ) -> wire.OperationRecord:
         """Start one operation at a gate, or join it."""
         body = wire.OperationRequest(
-            pipeline=caller.pipeline,
-            operation=caller.operation,
-            generation=caller.generation,
+            **caller.fence(),
             pod_uid=gate.pod_uid,
             incarnation=incarnation,
             id=wire.operation_id(caller.operation, step, attempt, incarnation),

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ from rlfleet.kube.guard import Guard
 
 T = TypeVar("T")
 K = TypeVar("K")
+Status = TypeVar("Status", wire.GateStatus, wire.SenderStatus)
 
 #: Seconds for a call that only reads or records; an engine operation is polled, never awaited in one call.
 CALL_SECONDS = 5.0
@@ -80,6 +81,14 @@ class Peer:
     kind: Literal["gate", "sender"] = "gate"
 
 
+class Fence(TypedDict):
+    """The fence as fields of a request."""
+
+    pipeline: str
+    operation: str
+    generation: int
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """In whose name a call is made: the fence."""
@@ -87,6 +96,10 @@ class Caller:
     pipeline: str
     operation: str
     generation: int
+
+    def fence(self) -> Fence:
+        """The fields of a request that name it."""
+        return {"pipeline": self.pipeline, "operation": self.operation, "generation": self.generation}
 
 
 class PeerError(Exception):
@@ -169,9 +182,7 @@ class PeerCalls:
         return self._signer(gate).sign(
             audience=[gate.pod_uid],
             scope=Scope.PUSH,
-            pipeline=caller.pipeline,
-            operation=caller.operation,
-            generation=caller.generation,
+            **caller.fence(),
             ttl_seconds=ttl_seconds,
         )
 
@@ -218,13 +229,7 @@ class PeerCalls:
         """Send it with a token of the key that the peer is thought to know, and once more with the other one."""
 
         async def send(signer: Signer) -> Any:
-            token = signer.sign(
-                audience=[peer.pod_uid],
-                scope=scope,
-                pipeline=caller.pipeline,
-                operation=caller.operation,
-                generation=caller.generation,
-            )
+            token = signer.sign(audience=[peer.pod_uid], scope=scope, **caller.fence())
             return await self._send(peer, method, path, token=token, body=body, seconds=seconds)
 
         tried = self._signer(peer)
@@ -285,6 +290,13 @@ class PeerCalls:
             return model.model_validate_json(raw)  # type: ignore[attr-defined,no-any-return]
         except ValidationError as e:
             raise Silent(peer, f"an answer that is not a {model.__name__} ({e.error_count()} errors)") from e
+
+    def status(self, peer: Peer, model: type[Status], raw: bytes) -> Status:
+        """The status that a peer answered. Silent: it is that of another pod, which has the address now."""
+        status = self.parse(peer, model, raw)
+        if status.pod_uid != peer.pod_uid:
+            raise Silent(peer, f"the {peer.kind} at {peer.url} belongs to pod {status.pod_uid}, not {peer.pod_uid}")
+        return status
 
     async def operation(self, peer: Peer, caller: Caller, op_id: str, *, wait: float) -> wire.OperationRecord:
         """The record of an operation; the server holds the call for up to ``wait`` seconds while it runs."""

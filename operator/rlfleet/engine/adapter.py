@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from rlfleet.api.wire import MemoryTag, PauseMode
+from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
 
 
 class Capability(StrEnum):
@@ -159,10 +159,8 @@ class EngineAdapter(Protocol):
     async def end_parts(self, seconds: float) -> None:
         """After the last ``load_part``: nothing is missing."""
 
-    async def join_group(
-        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
-    ) -> None:
-        """Join a collective group; returns when all ranks are there. Leaves the weights alone."""
+    async def join_group(self, group: BroadcastGroup, *, rank: int, seconds: float) -> None:
+        """Join it as ``rank`` and those after it; returns when all ranks are there. Leaves the weights alone."""
 
     async def begin_update(self, seconds: float) -> None:
         """Open an update session where the engine's version needs one."""

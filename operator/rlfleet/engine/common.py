@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rlfleet.api.wire import BroadcastGroup
 from rlfleet.calls import CallError, JsonClient
 
 #: Seconds for a call that an engine's front end answers by itself.
@@ -29,6 +30,18 @@ async def polls(deadline: float) -> AsyncIterator[float]:
 def bearer(key: str | None) -> dict[str, str] | None:
     """The header that carries a key; None without one."""
     return {"Authorization": f"Bearer {key}"} if key else None
+
+
+def joining(group: BroadcastGroup, rank: int) -> dict[str, Any]:
+    """What an engine is told that shall join as ``rank`` and, for its further processes, the ranks after it."""
+    return {
+        "master_address": group.master_address,
+        "master_port": group.master_port,
+        "rank_offset": rank,
+        "world_size": group.world_size,
+        "group_name": group.group_name,
+        "backend": group.backend,
+    }
 
 
 async def refuses_strangers(http: JsonClient, users: dict[str, str] | None, seconds: float) -> bool | None:

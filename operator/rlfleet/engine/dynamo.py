@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from rlfleet.api.wire import MemoryTag, PauseMode
+from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NotSent, Refused, explain
 from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
 from rlfleet.engine.common import QUICK, as_text, polls
@@ -200,9 +200,7 @@ class DynamoAdapter:
         """Refused, as begin_parts is."""
         _no("end_parts", "a Dynamo worker loads whole models only")
 
-    async def join_group(
-        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
-    ) -> None:
+    async def join_group(self, group: BroadcastGroup, *, rank: int, seconds: float) -> None:
         """Refused: the routes pass their bodies on to methods of the engine that nothing tells the names of.
 
         A rendezvous that fails would end the worker as well: its own watchdog kills it after 30 s.

@@ -21,42 +21,38 @@ Facts this rests on (SGLang 0.5.23 and neighbours):
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rlfleet.api.wire import MemoryTag, PauseMode
+from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
-from rlfleet.engine.adapter import Bucket, Capability, Checksum, Facts, Token, View
-from rlfleet.engine.common import POLL_MIN, PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls, refuses_strangers
+from rlfleet.engine.adapter import Bucket, Checksum, Facts, Token, View
+from rlfleet.engine.common import (
+    POLL_MIN,
+    PROBE_PROMPT,
+    QUICK,
+    as_int,
+    as_text,
+    bearer,
+    joining,
+    polls,
+    refuses_strangers,
+)
+from rlfleet.engine.sglang_facts import PROBED, RELEASE, SESSION, TAGS, TYPE, checksum, counts, read
 
 #: Seconds that a pause may take beyond draining: mode abort repeats its aborts each second until nothing runs.
 PAUSE_SECONDS = 20.0
 #: Seconds that the engine may take to admit requests after a resume; its own health check takes at least one.
 RESUME_SECONDS = 30.0
 
-_SESSION = "/begin_weight_update"
-_READY = "/ready"
-_NO_READY = "this SGLang has no /ready, so that a pause can not be proven: use 0.5.20 or later"
-_RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-_TAGS = {MemoryTag.WEIGHTS: "weights", MemoryTag.KV_CACHE: "kv_cache", MemoryTag.CUDA_GRAPH: "cuda_graph"}
-_PROBED = {
-    "/update_weights_from_disk": Capability.SERIALIZED,
-    "/update_weights_from_distributed": Capability.BROADCAST,
-    "/weights_checker": Capability.CHECKSUM,
-    "/update_weight_version": Capability.LABEL,
-    "/pause_generation": Capability.PAUSE_RETRACT,
-}
-#: What must agree between two engines for their checksums to be comparable (names as in /server_info).
-_LAYOUT_KEYS = ("model_path", "dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size")
+_RESUME = "/resume_memory_occupation"
 
 
 class SGLangAdapter:
     """One SGLang server. ``admin_key`` goes to control paths, ``api_key`` to the rest; None where none is set."""
 
-    type = "SGLang"
+    type = TYPE
     default_pause = PauseMode.RETRACT
     tells_pause = False
     released_before: ClassVar[Mapping[MemoryTag, MemoryTag]] = {}
@@ -79,31 +75,10 @@ class SGLangAdapter:
     async def facts(self, seconds: float) -> Facts:
         """Detect version, layout and capabilities. Goes through the scheduler, so it waits while that is blocked."""
         info = await self._get("/server_info", "/get_server_info", seconds)
-        capabilities = {Capability.PAUSE_ABORT, Capability.PAUSE_WAIT}
-        exists = await asyncio.gather(*(self._exists(path, seconds) for path in (*_PROBED, _SESSION, _RELEASE, _READY)))
-        for (_, capability), there in zip(_PROBED.items(), exists, strict=False):
-            if there:
-                capabilities.add(capability)
-        self._sessions = exists[-3]
-        if exists[-2] and info.get("enable_memory_saver") is True:
-            capabilities.add(Capability.OFFLOAD)
-        if Capability.LABEL not in capabilities:
-            # Without the label nothing could be published, so nothing may be loaded either.
-            capabilities -= {Capability.SERIALIZED, Capability.BROADCAST}
-        if Capability.SERIALIZED in capabilities:
-            capabilities.add(Capability.PARTS)
-        version = str(info.get("version") or "")
-        agreed = {key: info.get(key) for key in _LAYOUT_KEYS} | {"version": version, "engine": self.type}
-        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
-        return Facts(
-            version=version,
-            world_size=(as_int(info.get("tp_size")) or 1) * (as_int(info.get("pp_size")) or 1),
-            layout=hashlib.sha256(text.encode()).hexdigest()[:16],
-            model=str(info.get("served_model_name") or info.get("model_path") or ""),
-            capabilities=frozenset(capabilities),
-            memory_tags=tuple(_TAGS) if Capability.OFFLOAD in capabilities else (),
-            refused=_refused(info) if exists[-1] else _NO_READY,
-        )
+        exists = await asyncio.gather(*(self._exists(path, seconds) for path in PROBED))
+        paths = {path for path, there in zip(PROBED, exists, strict=True) if there}
+        self._sessions = SESSION in paths
+        return read(info, paths)
 
     async def _exists(self, path: str, seconds: float) -> bool:
         """Whether the server has this POST path. OPTIONS runs no handler: 404 says no, 405 (or 401) says yes."""
@@ -122,7 +97,7 @@ class SGLangAdapter:
         if info is None and ready is None and loads is None:
             return View(reachable=False)
         model = info.body if info is not None and info.status == 200 and isinstance(info.body, dict) else {}
-        running, waiting = _counts(loads)
+        running, waiting = counts(loads)
         admitting = None if ready is None or ready.status not in (200, 503) else ready.status == 200
         if admitting is False and self._paused is not None and running is not None and waiting is not None:
             # The counts are those of the moment before: what ran then waits now, or was aborted.
@@ -242,31 +217,22 @@ class SGLangAdapter:
     async def end_parts(self, seconds: float) -> None:
         """Nothing to do."""
 
-    async def join_group(
-        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
-    ) -> None:
-        """Join as ranks ``rank`` .. ``rank + world_size of this engine``; blocks the scheduler until all are there."""
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": backend,
-        }
+    async def join_group(self, group: BroadcastGroup, *, rank: int, seconds: float) -> None:
+        """Blocks the scheduler until all are there."""
+        body = joining(group, rank)
         try:
             await self._control("/init_weights_update_group", body, seconds)
         except Refused as e:
             if "already" not in e.detail.lower():
                 raise
             # Left behind by a transfer that broke off; the refusal proves that nothing was joined now.
-            await self.leave_group(group, seconds)
+            await self.leave_group(group.group_name, seconds)
             await self._control("/init_weights_update_group", body, seconds)
 
     async def begin_update(self, seconds: float) -> None:
         """Open a session, where this version has sessions."""
         if self._sessions is None:
-            self._sessions = await self._exists(_SESSION, seconds)
+            self._sessions = await self._exists(SESSION, seconds)
         if not self._sessions:
             return
         try:
@@ -328,7 +294,7 @@ class SGLangAdapter:
             raise Refused("POST /weights_checker", answer.status, explain(answer))
         if answer.body.get("success") is not True:
             return None
-        return _checksum(answer.body)
+        return checksum(answer.body)
 
     async def write_label(self, label: str, seconds: float) -> str:
         """Write the label (its default would abort every running request) and read it back."""
@@ -367,66 +333,14 @@ class SGLangAdapter:
 
     async def release_memory(self, tag: MemoryTag, *, seconds: float) -> None:
         """Give one tag back; asked once."""
-        await self._control(_RELEASE, {"tags": [_TAGS[tag]]}, seconds)
+        await self._control(RELEASE, {"tags": [TAGS[tag]]}, seconds)
 
     async def resume_memory(self, tag: MemoryTag, *, seconds: float) -> None:
         """Take one tag back; asked once."""
-        await self._control(_RESUME, {"tags": [_TAGS[tag]]}, seconds)
+        await self._control(_RESUME, {"tags": [TAGS[tag]]}, seconds)
 
     async def _control(self, path: str, body: dict[str, Any], seconds: float) -> Answer:
         answer = await self._http.call("POST", path, seconds=seconds, body=body, headers=self._admin)
         if isinstance(answer.body, dict) and answer.body.get("success") is False:
             raise Refused(f"POST {path}", answer.status, explain(answer))
         return answer
-
-
-def _refused(info: dict[str, Any]) -> str | None:
-    """What this engine holds besides plain weights, or in another form, which a round would leave as it was."""
-    quantized, draft = info.get("quantization"), info.get("speculative_algorithm")
-    what = None
-    if info.get("enable_lora") or info.get("lora_paths"):
-        what = "LoRA adapters (--enable-lora, --lora-paths)"
-    elif quantized:
-        what = f"quantised weights (--quantization {quantized})"
-    elif draft:
-        what = f"a draft model (--speculative-algorithm {draft})"
-    elif (as_int(info.get("ep_size")) or 1) > 1:
-        what = f"experts spread over ranks (--ep-size {info['ep_size']})"
-    elif (as_int(info.get("dp_size")) or 1) > 1:
-        # SGLang itself asserts one replica for every way to load but the one from disk.
-        what = f"data-parallel replicas (--dp-size {info['dp_size']})"
-    return f"{what} can not be kept on the trainer's weights: start the engine without" if what else None
-
-
-def _counts(answer: Answer | None) -> tuple[int | None, int | None]:
-    """Running and waiting requests over all replicas; None where the answer does not say."""
-    if answer is None or answer.status != 200 or not isinstance(answer.body, dict):
-        return None, None
-    loads = answer.body.get("loads")
-    if not isinstance(loads, list) or not loads or not all(isinstance(load, dict) for load in loads):
-        return None, None
-    running = [as_int(load.get("num_running_reqs")) for load in loads]
-    waiting = [as_int(load.get("num_waiting_reqs")) for load in loads]
-    return _sum(running), _sum(waiting)
-
-
-def _sum(values: list[int | None]) -> int | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _checksum(body: dict[str, Any]) -> Checksum | None:
-    """One digest for the engine; versions differ in whether ``per_engine_checksum`` is one string or a list."""
-    ranks = body.get("ranks")
-    parts = [r.get("checksums") for r in ranks if isinstance(r, dict)] if isinstance(ranks, list) else []
-    hashes = [h for part in parts if isinstance(part, dict) for h in part.values()]
-    whole = body.get("per_engine_checksum")
-    if isinstance(whole, str) and 0 < len(whole) <= 128:
-        digest = whole
-    elif whole or hashes:
-        text = json.dumps(whole or parts, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-    else:
-        return None
-    # Parameters that are packed away hash as empty input: equal hashes everywhere say nothing about the weights.
-    return Checksum(digest, meaningful=not hashes or len(hashes) == 1 or len(set(map(str, hashes))) > 1)

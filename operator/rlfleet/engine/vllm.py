@@ -31,10 +31,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
-from rlfleet.api.wire import MemoryTag, PauseMode
+from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
 from rlfleet.calls import Answer, CallError, JsonClient, NoAnswer, Refused, explain
 from rlfleet.engine.adapter import Bucket, Checksum, Facts, Token, View
-from rlfleet.engine.common import PROBE_PROMPT, QUICK, as_int, as_text, bearer, polls, refuses_strangers
+from rlfleet.engine.common import PROBE_PROMPT, QUICK, as_int, as_text, bearer, joining, polls, refuses_strangers
 from rlfleet.engine.vllm_facts import PLUGIN, SETUP, TAGS, WORKERS, read
 
 #: Seconds that a pause may take beyond draining.
@@ -223,19 +223,9 @@ class VLLMAdapter:
             await self.facts(seconds)
         return self._plugin is True
 
-    async def join_group(
-        self, *, address: str, port: int, group: str, rank: int, world_size: int, backend: str, seconds: float
-    ) -> None:
-        """Join as ranks ``rank`` .. ``rank + world_size of this engine``; blocks the engine until all are there."""
-        info = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": backend,
-            "timeout_s": _before(seconds),
-        }
+    async def join_group(self, group: BroadcastGroup, *, rank: int, seconds: float) -> None:
+        """Blocks the engine until all are there."""
+        info = {**joining(group, rank), "timeout_s": _before(seconds)}
         await self._control("/init_weight_transfer_engine", {"init_info": info}, seconds)
 
     async def begin_update(self, seconds: float) -> None:

@@ -243,15 +243,8 @@ async def _broadcast(
     assert group is not None
     assert rank is not None
     try:
-        await engine.join_group(
-            address=group.master_address,
-            port=group.master_port,
-            group=group.group_name,
-            rank=rank,
-            world_size=group.world_size,
-            backend=group.backend,
-            seconds=max(bounds.rendezvous_until - time.monotonic(), MIN_RENDEZVOUS_SECONDS),
-        )
+        seconds = max(bounds.rendezvous_until - time.monotonic(), MIN_RENDEZVOUS_SECONDS)
+        await engine.join_group(group, rank=rank, seconds=seconds)
     except NoAnswer as e:
         # The engine's scheduler still waits for the others, and will not hear of anything else until it gives up.
         raise EffectUnknown(ErrorReason.RENDEZVOUS_TIMEOUT, f"joining the group: {e}") from e

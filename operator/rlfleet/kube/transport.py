@@ -12,9 +12,10 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
@@ -126,17 +127,8 @@ class Transport:
             started = time.monotonic()
             code = 0
             try:
-                response = await self._send(
-                    method,
-                    path,
-                    params=params,
-                    body=body,
-                    content_type=content_type,
-                    limits=limits,
-                    call=call,
-                    write=write,
-                )
-                async with response:
+                once = partial(self._once, method, path, params, body, content_type, limits, call, write)
+                async with await self._send(once, write) as response:
                     code = response.status
                     if code >= 300:
                         raise await _error(response, call, write)
@@ -145,20 +137,9 @@ class Transport:
                 if self._observer is not None:
                     self._observer.api_call(verb, res.plural, code, time.monotonic() - started)
 
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str],
-        body: bytes | None,
-        content_type: str,
-        limits: aiohttp.ClientTimeout,
-        call: str,
-        write: bool,
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, once: Callable[[], Awaitable[aiohttp.ClientResponse]], write: bool) -> aiohttp.ClientResponse:
         used = self._credentials
-        response = await self._send_once(method, path, params, body, content_type, limits, call, write)
+        response = await once()
         if response.status != 401:
             return response
         # A rotated token: the call was refused before anything happened, so it may be sent once more.
@@ -168,9 +149,9 @@ class Transport:
                 self._credentials = await self._source()
         if write and self._guard is not None:
             self._guard.token()  # an exec plugin may take long
-        return await self._send_once(method, path, params, body, content_type, limits, call, write)
+        return await once()
 
-    async def _send_once(
+    async def _once(
         self,
         method: str,
         path: str,

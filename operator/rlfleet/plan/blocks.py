@@ -16,6 +16,7 @@ from typing import Any
 
 from rlfleet.api import labels
 from rlfleet.plan.dra import Allocation, claim_name
+from rlfleet.plan.owners import controlled_by
 from rlfleet.plan.topology import Device, Evidence, device_names
 
 Obj = Mapping[str, Any]
@@ -82,17 +83,8 @@ def build_claim(pipeline: Obj, block: Obj) -> dict[str, Any]:
             "namespace": meta["namespace"],
             "labels": {labels.PIPELINE: meta["name"], labels.MANAGED_BY: labels.MANAGED_BY_VALUE},
             "annotations": {labels.BLOCK_HASH: block_hash(block)},
-            "ownerReferences": [
-                {
-                    "apiVersion": labels.API_VERSION,
-                    "kind": "RLPipeline",
-                    "name": meta["name"],
-                    "uid": meta["uid"],
-                    "controller": True,
-                    # Pods that are not ours may hold the claim: a foreground deletion must not wait for them.
-                    "blockOwnerDeletion": False,
-                }
-            ],
+            # Pods that are not ours may hold the claim: a foreground deletion must not wait for them.
+            "ownerReferences": controlled_by("RLPipeline", meta, blocks=False),
         },
         "spec": {"devices": devices},
     }

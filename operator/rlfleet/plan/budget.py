@@ -16,6 +16,7 @@ from typing import Any, Final
 from rlfleet.api import labels
 from rlfleet.plan.adopt import adopts, ended, selector_of
 from rlfleet.plan.elastic import wanted_pods
+from rlfleet.plan.owners import controlled_by
 
 Obj = dict[str, Any]
 
@@ -60,16 +61,7 @@ def wanted_budget(pool: Mapping[str, Any], *, vacated: int = 0, countable: bool 
                 labels.POOL: meta["name"],
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
             },
-            "ownerReferences": [
-                {
-                    "apiVersion": labels.API_VERSION,
-                    "kind": "EnginePool",
-                    "name": meta["name"],
-                    "uid": meta["uid"],
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": controlled_by("EnginePool", meta),
         },
         "spec": {
             "maxUnavailable": _limit(pool, vacated),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rlfleet.api import labels, naming
 from rlfleet.plan.blocks import Slot
+from rlfleet.plan.owners import controlled_by
 from rlfleet.plan.placing import place_pod
 from rlfleet.plan.presets import PRESETS, command_line, fills, has_plugin, wants_admin_key
 from rlfleet.plan.presets import validate as validate_engine
@@ -167,16 +168,7 @@ def build_pod(
                 **(template_meta.get("annotations") or {}),
                 **placed,
             },
-            "ownerReferences": [
-                {
-                    "apiVersion": labels.API_VERSION,
-                    "kind": "EnginePool",
-                    "name": meta["name"],
-                    "uid": meta["uid"],
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": controlled_by("EnginePool", meta),
         },
         "spec": spec,
     }

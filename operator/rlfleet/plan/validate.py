@@ -173,17 +173,21 @@ def _whole_engines(pools: Sequence[Obj]) -> Iterable[Violation]:
 def _staging(pools: Sequence[Obj]) -> Iterable[Violation]:
     """What is staged counts against the gate's memory limit: over it the kernel kills the gate in mid-round."""
     for pool in pools:
-        limits = ((pool["spec"].get("gate") or {}).get("resources") or {}).get("limits") or {}
-        if "memory" not in limits:
-            continue
-        limit, needed = quantity_bytes(limits["memory"]), (staging_mib(pool) + GATE_MIB) * 2**20
-        if limit < needed:
-            yield Violation(
-                Reason.STAGING_OVER_LIMIT,
-                f"spec.gate.resources.limits.memory of pool {_name(pool)} is {limits['memory']}, stagingMiB "
-                f"{staging_mib(pool)} and the gate itself need {staging_mib(pool) + GATE_MIB}Mi",
-                _named([pool]),
-            )
+        if (short := staging_over_limit(pool)) is not None:
+            yield Violation(Reason.STAGING_OVER_LIMIT, f"pool {_name(pool)}: {': '.join(short)}", _named([pool]))
+
+
+def staging_over_limit(pool: Obj) -> tuple[str, str] | None:
+    """Why its gates would be killed for their memory, and what to do; None: they would not, or nothing limits them."""
+    limits = ((pool["spec"].get("gate") or {}).get("resources") or {}).get("limits") or {}
+    needed = staging_mib(pool) + GATE_MIB
+    if "memory" not in limits or quantity_bytes(limits["memory"]) >= needed * 2**20:
+        return None
+    return (
+        f"spec.gate.resources.limits.memory is {limits['memory']}, and what is staged (spec.gate.stagingMiB "
+        f"{staging_mib(pool)}) counts against it beside the gate itself",
+        f"set it to {needed}Mi or more, or lower stagingMiB",
+    )
 
 
 def quantity_bytes(value: int | str) -> int:

@@ -77,7 +77,7 @@ async def _refused(kube: KubeClient, namespace: str, name: str) -> None:
     except NotFound as e:
         raise HookError("the CRDs are not installed: kubectl apply the chart's crds/") from e
     except AlreadyExists:
-        return
+        pass  # found out after validation only: the mode was accepted
     await _remove(kube, namespace, name)
     raise HookError(f"spec.transport.mode {_WRONG_MODE} was accepted: the CRDs are not those of this release")
 
