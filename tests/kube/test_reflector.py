@@ -321,8 +321,8 @@ async def test_several_namespaces_are_one_view_and_no_others(kube: KubeClient, n
         async with running(view):
             found = view.by_label("app", "x")
             assert [o["metadata"]["namespace"] for o in found] == [namespace, second]
-            made = await kube.create(CONFIGMAPS, second, {"metadata": {"name": "mine"}}, timeout=T)
-            await until(lambda: view.get(second, "mine") == made)
+            await kube.create(CONFIGMAPS, second, {"metadata": {"name": "mine"}}, timeout=T)
+            await until(lambda: view.get(second, "mine"))
             uid = found[0]["metadata"]["uid"]
             await kube.delete(CONFIGMAPS, namespace, "c", uid=uid, timeout=T)
             view.note_delete(namespace, "c", uid)
