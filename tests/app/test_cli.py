@@ -41,13 +41,15 @@ def test_two_processes_on_one_host_have_different_names() -> None:
     assert loaded().control().identity != loaded().control().identity
 
 
-def test_a_process_is_named_by_its_pod_and_fits_into_status() -> None:
+def test_a_process_is_named_by_its_pod_and_fits_into_status(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"RLFLEET_POD_NAME": "p" * 253, "RLFLEET_POD_UID": "8d1f0d6e-30ad-4a3f-8d0e-8a4f7f1f6b3c"}
-    identity = loaded().control(env).identity
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    identity = loaded().control().identity
     assert identity.startswith("ppp")
     assert env["RLFLEET_POD_UID"] in identity
     assert len(identity) <= 128
-    assert loaded().control(env).identity != identity
+    assert loaded().control().identity != identity
 
 
 def test_switches_and_lists() -> None:
