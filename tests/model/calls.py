@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.model import gate
+from tests.model import decide, gate
 from tests.model.gate import FENCE, STAGE
 from tests.model.hand import FOUND, KINDS, MARK, POLL, Step_
 from tests.model.program import Run
 from tests.model.state import (
     AWAIT,
     CLOSE,
+    DONE,
     FAILED,
     IDLE,
     LOAD,
@@ -25,6 +26,7 @@ from tests.model.state import (
     RESUME,
     RUNNING,
     VERIFY,
+    WAKE,
     Column,
 )
 
@@ -52,7 +54,10 @@ def fan(run: Run) -> Iterator[Step_]:
         version, content = op.seen.committed if kind == RESUME and name != "resumed" else run.target
         known = v.status[9][kind] >> 2 if kind < FENCE and v.status and v.status[1][1] == op.work else 0
         attempt = 0 if kind >= FENCE else (known + 1 if again and kind not in (CLOSE, OPEN) else max(1, known))
-        m = (kind, op.work, op.generation, v.pod, attempt, version, content)
+        whom = v.pod if kind == FENCE else decide.addressed(v)
+        m = (kind, op.work, op.generation, whom, attempt, version, content)
+        if kind in (RESUME, OPEN) and (v.leaving or v.shut or v.rest):
+            run.wrong(f"pod {v.pod} is opened although it is to go, to sleep or to be shut")
         what = f"{KINDS[kind]} at pod {v.pod}"
         if not c.up or not c.alive or (kind == STAGE and run.world.sender.incarnation != scope.versions[op.work][1]):
             one = run.copy()
@@ -119,6 +124,13 @@ def changed(run: Run, before: Column, after: Column, m: gate.Message) -> None:
     """No stale actor changes an engine: what a gate did was asked under the highest generation that it ever stored."""
     if m[2] < before.fence[0] and after._replace(fence=before.fence, wire=before.wire) != before:
         run.wrong(f"generation {m[2]} changed pod {before.pod}, which holds generation {before.fence[0]}")
+    life = before.life
+    done = m[0] in (RESUME, OPEN) and after.log[m[0]] & 3 == DONE and after.log != before.log
+    if done and life.process != life.about:
+        run.wrong(f"pod {before.pod} is opened by what was proven of an earlier process")
+    granted = (run.world.demand, 1) in run.world.pipeline.grants
+    if m[0] == WAKE and after.memory != before.memory and life.shared and granted:
+        run.wrong(f"pod {before.pod} is woken while the trainer uses its device")
     if run.scope.strict and m[2] < run.world.decided and after._replace(wire=before.wire) != before:
         run.wrong(f"generation {m[2]} changed pod {before.pod} after its successor had begun to decide")
 

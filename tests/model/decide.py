@@ -5,25 +5,31 @@ Everything here only translates: views of columns into the planner's types, and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
+from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
 from rlfleet.api.v1alpha1.syncround_status import AttemptOp
 from rlfleet.api.wire import Transport
-from rlfleet.plan import attempts, holding
+from rlfleet.plan import adopt, attempts, demand, holding, memory_gate, quarantine, repair
 from rlfleet.plan import elastic as sleeping
 from rlfleet.plan import freeze as freezing
 from rlfleet.plan import triage as sorting
 from rlfleet.plan import verdicts as judging
 from rlfleet.plan.rounds import TERMINAL, Committed, Engine, Member, RoundPlan, RoundRef
+from rlfleet.plan.topology import Device, Evidence
 from rlfleet.plan.transport import Refusal
 from tests.model.gate import PIPELINE, cached, digest, gate_status
-from tests.model.state import Answer, Column, View
+from tests.model.state import PROCESS, RELEASED, Answer, Column, View
 
 Views = tuple[View, ...]
 Members = tuple[int, ...]
 #: In place of a member's pod: its gate was silent at planning, or (minus the pod's number) took no orders then.
 SILENT, BLOCKED = -2, -10
+#: Bytes that may be in use on a shared device.
+LIMIT = 1000
 
 
 def views_of(columns: list[Column], who: int) -> Views:
@@ -46,11 +52,28 @@ def engine(number: int, view: View) -> Engine | None:
         pool="pool",
         pod_uid=f"pod-{view.pod}",
         url="",
-        status=gate_status(view.status) if view.status else None,
+        status=believed(view),
         gone=bool(view.gone),
+        leaving=bool(view.leaving),
+        quarantined=bool(view.shut),
         index=number,
         resting=bool(view.rest),
     )
+
+
+def believed(view: View) -> wire.GateStatus | None:
+    """What the gate said, as far as it is about the engine process that is there (``Fleet._met``)."""
+    return adopt.believed(gate_status(view.status), f"c{view.shown}") if view.status else None
+
+
+@cached
+def addressed(view: View) -> int:
+    """Whom an order is meant for: pod and incarnation. A gate that did not answer may be the one of before."""
+    if not view.status:
+        return view.pod
+    found = believed(view)
+    assert found is not None
+    return int(found.incarnation[1:]) if found.incarnation else -1
 
 
 @cached
@@ -63,7 +86,9 @@ def engines(views: Views) -> dict[str, Engine]:
 def plan(members: Members) -> RoundPlan:
     """The frozen plan of a round."""
     return RoundPlan(
-        tuple(Member(f"e{i}", f"pod-{m}", f"i{m}", Transport.SERIALIZED) for i, m in enumerate(members) if m > 0),
+        tuple(
+            Member(f"e{i}", f"pod-{m % PROCESS}", f"i{m}", Transport.SERIALIZED) for i, m in enumerate(members) if m > 0
+        ),
         1,
         tuple(f"e{i}" for i, m in enumerate(members) if m == SILENT),
         tuple(f"pod-{BLOCKED - m}" for m in members if m <= BLOCKED),
@@ -200,7 +225,7 @@ def freeze(views: Views, incarnation: int, slots: tuple[tuple[int, int], ...], l
         return None
     found = [0] * len(views)
     for m in answer.members:
-        found[int(m.engine[1:])] = int(m.pod_uid.removeprefix("pod-"))
+        found[int(m.engine[1:])] = int(m.incarnation[1:])
     for name in answer.silent:
         found[int(name[1:])] = SILENT
     for i, v in enumerate(views):
@@ -249,7 +274,7 @@ def can_load(view: View, member: int, verdict: judging.Verdict, work: int, conte
     """Healing may load again (``control.rounds.healing.Healing._can_load``)."""
     if verdict not in (judging.Verdict.UNTOUCHED, judging.Verdict.POISONED) or not view.status:
         return False
-    _, _, paused, _, _, busy, uncertain, staged, _, log, _ = view.status
+    _, _, paused, _, _, busy, uncertain, staged, _, log, *_ = view.status
     return bool(staged == (work, content) and not busy and not uncertain and paused == 1 and log[1] >> 2 < 3)
 
 
@@ -258,6 +283,62 @@ def elastic(views: Views) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Who goes to sleep next, and who wakes."""
     found = sleeping.plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True)
     return numbers(found.shrink), numbers(found.wake)
+
+
+@cached
+def shut(views: Views) -> tuple[int, ...]:
+    """Who is closed next because a person keeps it out of service."""
+    return numbers(quarantine.plan_quarantine(list(engines(views).values()), pipeline=PIPELINE))
+
+
+@cached
+def needs(views: Views, held: Answer) -> tuple[tuple[int, repair.Act], ...]:
+    """What the repair between rounds does, and a takeover of work that no round stands for."""
+    found = repair.needs(engines(views).values(), committed(held), pipeline=PIPELINE)
+    return tuple((int(n.engine[1:]), n.act) for n in found)
+
+
+_DEVICE = Device("node", "shared")
+
+
+def _asked(step: int) -> demand.Demand:
+    return demand.Demand("actor", DemandPriority.ACTOR_TRAINING, step, frozenset({_DEVICE}))
+
+
+def _recorded(grants: tuple[tuple[int, int], ...]) -> tuple[demand.Grant, ...]:
+    return tuple(demand.Grant(_asked(step), bool(granted), Reason.GRANTED) for step, granted in grants)
+
+
+def _placed(views: Views, shared: tuple[int, ...]) -> list[Engine]:
+    """Engines with their devices: the shared one, or one of their own."""
+    devices = {f"e{i}": _DEVICE if i in shared else Device("node", str(i)) for i in range(len(views))}
+    return [replace(e, assigned=Evidence("its pool", frozenset({devices[e.name]}))) for e in engines(views).values()]
+
+
+@cached
+def resting(views: Views, shared: tuple[int, ...], grants: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """Who is to sleep for the demand that is recorded."""
+    every = sleeping.Ceiling(replicas=len(views), active=len(views), offloads=True, residual_bytes=LIMIT)
+    wish = sleeping.wish(_placed(views, shared), {"pool": every}, held=demand.held_devices(_recorded(grants)))
+    return frozenset(numbers(wish.resting))
+
+
+@cached
+def grants(
+    views: Views, shared: tuple[int, ...], before: tuple[tuple[int, int], ...], step: int
+) -> tuple[tuple[int, int], ...]:
+    """What becomes of the trainer's demand (``step`` 0: there is none), by what gates said of engines and devices."""
+    used = [v.status[10] != RELEASED for i, v in enumerate(views) if i in shared and v.status and not v.gone]
+    found = memory_gate.decide_grants(
+        [_asked(step)] if step else [],
+        _recorded(before),
+        engines=_placed(views, shared),
+        shared=frozenset({_DEVICE}),
+        limits={_DEVICE: LIMIT},
+        default_limit=LIMIT,
+        memory={_DEVICE: memory_gate.Reading(LIMIT + 1 if any(used) else 0)} if used else {},
+    )
+    return tuple((g.demand.step, int(g.granted)) for g in found)
 
 
 @cached

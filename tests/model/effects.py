@@ -21,9 +21,11 @@ from tests.model.state import (
     BASE,
     IDLE,
     RELEASED,
+    Column,
     Round,
     Scope,
     State,
+    World,
 )
 
 
@@ -51,10 +53,56 @@ def _pipeline(run: Run) -> Iterator[Step_]:
 
 def _idle(run: Run) -> Iterator[Step_]:
     world = run.world
-    unmoved = run.scope.elastic and any(c.alive and c.rest != (c.memory == RELEASED) for c in run.columns)
+    unmoved = run.scope.watches and not content(run.scope, run.state())
     if world.pipeline.active or unmoved or any(r.exists and r.phase not in TERMINAL for r in world.rounds):
         run.top()
         yield from _top(run)
+
+
+def content(scope: Scope, state: State) -> bool:
+    """Between rounds nothing is left to be done: for who is to sleep, for a quarantine, for the trainer's demand."""
+    world, columns = state
+    grants, wanted = world.pipeline.grants, world.demand
+    if scope.demands and grants != (((wanted, 1),) if wanted else ()):
+        return False
+    for c in columns:
+        if not c.alive:
+            continue
+        rest = bool(c.rest or (c.life.shared and grants))
+        if rest != (c.memory == RELEASED) and not (c.life.shut and rest):
+            return False
+        awake = not rest and not c.life.leaving and not c.life.booting
+        if scope.mends and awake and c.life.shut and (c.admit or c.routed):
+            return False
+        if scope.mends and awake and not c.life.shut and proven(world, c) and not (c.admit and c.routed):
+            return False
+    return True
+
+
+def proven(world: World, c: Column) -> bool:
+    """Its gate's record says that it holds what is committed."""
+    return bool(c.holds) and c.holds[:2] == world.pipeline.committed
+
+
+def _write_grants(run: Run) -> Iterator[Step_]:
+    """The trainer's demand is recorded under the resourceVersion that was read, with what becomes of it."""
+    op = run.op
+    rows, then = op.arg
+    if not CONDITIONAL(op.seen_fresh):
+        run.top()
+        yield "writes the grants: conflict", run.state()
+        return
+    if (run.world.demand, 1) in rows and rows != op.seen.grants:
+        awake = [c.pod for c in run.columns if c.alive and c.life.shared and c.memory != RELEASED]
+        if awake:
+            run.wrong(f"the trainer is granted its device although pods {awake} on it are awake")
+    run.write_pipeline(op.seen._replace(grants=rows))
+    if then == "heard":
+        run.rest_all()
+        run.look("holding")
+    else:
+        run.top()
+    yield f"writes the grants {rows}", run.state()
 
 
 def _claim(run: Run) -> Iterator[Step_]:
@@ -141,13 +189,16 @@ def _write_round(run: Run) -> Iterator[Step_]:
     content = old.bytes
     if then == "planned":
         frozen = decide.freeze(run.views, op.sender[0], run.slots(), run.scope.max_unavailable)
+        unfit = [v.pod for v, m in zip(run.views, frozen, strict=True) if m > 0 and (v.leaving or v.shut or v.rest)]
+        if unfit:
+            run.wrong(f"pods {unfit} are members of a round although they are to go, to sleep or to be shut")
         content = run.scope.content(op.sender[0], run.scope.versions[n][0]) or BASE
         for i, c in enumerate(run.columns):
             member = list(c.member)
             member[n] = frozen[i]
             run.column(i, member=tuple(member))
     new = Round(phase, op.generation, content)
-    if phase == "Succeeded" and then != "unclaimed":
+    if phase == "Succeeded" != old.phase and then != "unclaimed":
         _check_success(run, content)
     if run.world.budget.total and run.world.budget.lost:
         lost = run.copy()
@@ -179,11 +230,17 @@ def _check_success(run: Run, content: int) -> None:
         and c.holds
         and c.holds[1] == content
         and not (c.admit and c.routed)
-        and not c.rest
-        and c.member[run.op.work] == c.pod
+        and not intended(run, c)
+        and c.member[run.op.work] == c.identity
     ]
     if len(away) > run.scope.max_unavailable:
         run.wrong(f"a round is Succeeded although pods {away}, which are whole, can not be reached")
+
+
+def intended(run: Run, c: Column) -> bool:
+    """It is dropped on purpose, or lost: another process stands in its place."""
+    v, life = c.views[run.who], c.life
+    return bool(c.rest or v.rest or life.leaving or v.leaving or life.shut or v.shut or life.process != life.about)
 
 
 def _read_pipeline(run: Run) -> Iterator[Step_]:
@@ -244,13 +301,12 @@ def _check_commit(run: Run) -> None:
             run.wrong(f"committed with nobody in the round although pods {awake} are not asleep")
     elif not any(c.holds[:2] == run.target for c in run.columns):
         run.wrong("committed although no engine is proven at the target")
-    ours = [c for c in run.columns if c.alive and c.member[n] in (c.pod, decide.BLOCKED - c.pod)]
-    # One that is to sleep is an intended drop.
-    absent = [c.pod for c in ours if c.holds[:2] != run.target and not (c.rest or c.views[run.who].rest)]
+    ours = [c for c in run.columns if c.alive and c.member[n] in (c.identity, decide.BLOCKED - c.pod)]
+    absent = [c.pod for c in ours if c.holds[:2] != run.target and not intended(run, c)]
     if len(absent) > run.scope.max_unavailable:
         run.wrong(f"committed although pods {absent} of the round are not whole")
     for c in run.columns:
-        if c.alive and c.admit and c.routed and c.bytes != run.target[1]:
+        if c.alive and c.admit and c.routed and c.bytes != run.target[1] and not c.life.fresh:
             run.wrong(f"committed while pod {c.pod} serves other bytes")
         if c.alive and c.holds and c.fence[0] < run.op.generation:
             run.wrong(f"committed while pod {c.pod} has not stored the generation")
@@ -335,6 +391,7 @@ EFFECTS: dict[str, Callable[[Run], Iterator[Step_]]] = {
     "wr": _write_round,
     "rp": _read_pipeline,
     "wp": _write_pipeline,
+    "wg": _write_grants,
     "sender": _sender,
     "delete": _delete,
     "preempted": _preempted,

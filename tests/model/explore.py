@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlfleet.plan.rounds import TERMINAL
-from tests.model import calls, effects, gate
+from tests.model import accidents, calls, effects, gate
 from tests.model.hand import KINDS
 from tests.model.invariants import broken
 from tests.model.program import Run
@@ -67,9 +67,16 @@ def _nature(scope: Scope, state: State) -> Iterator[Step]:
             if c.pend >= 0 and (c.pend != OPEN or c.current == OPEN):
                 yield f"pod {c.pod} ends {KINDS[c.pend]}", _with(state, i, gate.finish(c))
             if c.late and c.current != OPEN:
-                yield f"the router carries out a late addition of pod {c.pod}", _with(state, i, gate.late_addition(c))
-            if gate.closes_unproven(c):
-                yield f"the gate of pod {c.pod} closes it: nothing proves its weights", _with(state, i, gate.close(c))
+                yield (
+                    f"the router carries out a late addition of pod {c.pod}",
+                    _with(state, i, accidents.late_addition(c)),
+                )
+            if accidents.closes_unproven(c):
+                yield (
+                    f"the gate of pod {c.pod} closes it: nothing proves its weights",
+                    _with(state, i, accidents.close(c)),
+                )
+            yield from _life(state, i)
             if not c.up:
                 yield f"the gate of pod {c.pod} answers again", _with(state, i, c._replace(up=1))
             elif c.wire:
@@ -85,7 +92,7 @@ def _nature(scope: Scope, state: State) -> Iterator[Step]:
         else:
             number = world.pods + 1
             run = Run(scope, world._replace(pods=number), columns, 0)
-            run.columns[i] = gate.replaced(c, number)
+            run.columns[i] = accidents.replaced(c, number)
             yield f"the pool replaces pod {c.pod} by pod {number}", run.state()
     for n, r in enumerate(world.rounds):
         if r.phase == "New":
@@ -96,6 +103,24 @@ def _nature(scope: Scope, state: State) -> Iterator[Step]:
         r = Run(scope, world, columns, 1 - world.leader)
         r.top()
         yield f"operator {2 - world.leader} learns that it does not lead, and ends", r.state()
+
+
+def _life(state: State, i: int) -> Iterator[Step]:
+    """What becomes of a pod that was asked to go, and of an engine that was restarted in place."""
+    c = state[1][i]
+    life = c.life
+    if life.leaving:
+        gone = c._replace(alive=0, admit=0, pend=-1, current=-1)
+        yield f"pod {c.pod}, which was asked to go, is gone", _with(state, i, gone)
+    if life.shown != life.process:
+        seen = c._replace(life=life._replace(shown=life.process))
+        yield f"the kubelet tells of another process in pod {c.pod}", _with(state, i, seen)
+    elif life.booting:
+        yield f"the new process in pod {c.pod} answers", _with(state, i, accidents.is_up(c))
+    if life.told != life.shown and c.up and c.current < 0:
+        yield f"the gate of pod {c.pod} is told of another process", _with(state, i, accidents.told(c))
+    if life.process != life.about and c.up and gate.observe(c) != c:
+        yield f"the gate of pod {c.pod} sees another label", _with(state, i, gate.observe(c))
 
 
 def _accidents(scope: Scope, state: State) -> Iterator[Step]:
@@ -126,7 +151,7 @@ def _accidents(scope: Scope, state: State) -> Iterator[Step]:
         if b.gate and c.current >= 0:
             r = run()
             r.spend(gate=1)
-            r.columns[i] = gate.restart_gate(c)
+            r.columns[i] = accidents.restart_gate(c)
             yield f"the gate of pod {c.pod} dies and starts again", r.state()
         if b.kill:
             r = run()
@@ -156,6 +181,34 @@ def _accidents(scope: Scope, state: State) -> Iterator[Step]:
                 r.spend(cancel=1)
                 r.world = r.world._replace(cancelled=world.cancelled | 1 << n)
                 yield f"round {n} is cancelled", r.state()
+    for i, c in enumerate(columns):
+        if (i and c == columns[i - 1]) or not c.alive:
+            continue
+        life = c.life
+        if b.evict and not life.leaving:
+            r = run()
+            r.spend(evict=1)
+            r.columns[i] = c._replace(life=life._replace(leaving=1))
+            yield f"pod {c.pod} is evicted", r.state()
+        if b.restart and not life.booting:
+            r = run()
+            r.spend(restart=1)
+            r.columns[i] = accidents.restart_engine(c)
+            yield f"the engine of pod {c.pod} starts again in place", r.state()
+        if b.shut:
+            r = run()
+            r.spend(shut=1)
+            r.columns[i] = c._replace(life=life._replace(shut=1 - life.shut))
+            yield f"a person {'releases' if life.shut else 'quarantines'} pod {c.pod}", r.state()
+    if b.demand:
+        r = run()
+        r.spend(demand=1)
+        steps = world.steps + (not world.demand)
+        r.world = r.world._replace(demand=0 if world.demand else steps, steps=steps)
+        yield (
+            "the trainer " + ("gives its device back" if world.demand else f"demands its device, step {steps}"),
+            r.state(),
+        )
     if b.wish:
         for i, c in enumerate(columns):
             if (i == 0 or c != columns[i - 1]) and c.alive:
@@ -294,7 +347,7 @@ def stuck(scope: Scope, *, limit: int = 10**9) -> tuple[Report, list[str]]:
     at = 0
     while at < len(order):
         state = order[at]
-        if ended(state):
+        if ended(state) and (not scope.mends or effects.content(scope, state)):
             good.append(at)
         for _, after in successors(scope, state):
             report.transitions += 1

@@ -16,7 +16,6 @@ from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.tags import MemoryRecord, TagState
 from tests.model.state import (
-    BASE,
     CLOSE,
     DONE,
     FAILED,
@@ -26,6 +25,7 @@ from tests.model.state import (
     NONE,
     OPEN,
     PAUSE,
+    PROCESS,
     PUBLISH,
     RELEASE,
     RELEASED,
@@ -108,9 +108,10 @@ _STATES = {
 def status(c: Column) -> tuple[Column, Answer]:
     """The gate's answer to a status call; looking at the label may take a proof away."""
     c = observe(c)
-    paused = rules.proven_paused(bool(c.admit) if c.pend < 0 or c.pend == PAUSE else False, bool(c.paused))
+    admits = bool(c.admit) if c.pend < 0 or c.pend == PAUSE else False
+    paused = rules.proven_paused(None if c.life.booting else admits, bool(c.paused))
     return c, (
-        c.pod,
+        c.identity,
         c.fence,
         {None: 2, True: 1, False: 0}[paused],
         c.holds,
@@ -121,12 +122,14 @@ def status(c: Column) -> tuple[Column, Answer]:
         c.routed,
         c.log,
         c.memory,
+        c.life.told,
+        c.life.booting,
     )
 
 
 def observe(c: Column) -> Column:
     """Compare the engine's label with the proof (not while an order runs)."""
-    if c.holds and c.current < 0:
+    if c.holds and c.current < 0 and not c.life.booting:
         record = holds_record(c.holds)
         assert record is not None
         if rules.voids_proof(str(c.label), record):
@@ -137,18 +140,22 @@ def observe(c: Column) -> Column:
 @cached
 def gate_status(said: Answer) -> wire.GateStatus:
     """An answer of ``status`` as the type that the planner takes."""
-    pod, fence, paused, holds, load, busy, uncertain, staged, routed, log, memory = said
+    identity, fence, paused, holds, load, busy, uncertain, staged, routed, log, memory, told, booting = said
     record = load_record(load)
     return wire.GateStatus(
         protocol_version=1,
         capabilities=("Serialized", "Checksum", "Offload"),
-        pod_uid=f"pod-{pod}",
-        incarnation=f"i{pod}",
+        pod_uid=f"pod-{identity % PROCESS}",
+        incarnation=f"i{identity}",
+        engine_process=f"c{told}",
         enrolled=True,
         pipeline=PIPELINE,
         fence=wire.Held(pipeline=PIPELINE if fence[0] else "", operation=f"r{fence[1]}", generation=fence[0]),
         engine=wire.EngineReport(
-            state=wire.EngineState.READY, paused={2: None, 1: True, 0: False}[paused], world_size=1, layout="L"
+            state=wire.EngineState.UNREACHABLE if booting else wire.EngineState.READY,
+            paused={2: None, 1: True, 0: False}[paused],
+            world_size=1,
+            layout="L",
         ),
         holds=holds_record(holds),
         loads=(record,) if record else (),
@@ -191,11 +198,11 @@ def deliver(c: Column, m: Message, how: str = "well", slow: bool = False) -> tup
     ("running",), ("status", ...). ``how``: how a load goes; ``slow``: the effect comes later.
     """
     kind, operation, generation, pod, _attempt, _version, content = m
-    if kind == FENCE and pod != c.pod:
+    if kind == FENCE and pod % PROCESS != c.pod:
         return c, ("no",)  # the token's audience is another pod
     if kind != FENCE:
         try:
-            rules.for_this_process(f"i{pod}", f"i{c.pod}")
+            rules.for_this_process(f"i{pod}", f"i{c.identity}")
         except GateError:
             return c, ("no",)
     if not admitted(c.fence, operation, generation):
@@ -231,6 +238,8 @@ def _start(c: Column, m: Message, how: str, slow: bool) -> tuple[Column, Answer]
         rules.nothing_runs(None if c.current < 0 else _record(STEPS[c.current]))
     except GateError:
         return c, ("busy",)
+    if c.life.booting and kind not in (OPEN, CLOSE):
+        return logged(c, kind, attempt, FAILED), ("no",)  # nobody answers the gate
     try:
         tags.memory_is_here(STEPS[kind], memory_record(c.memory))
         c = _check(c, kind, operation, version, content)
@@ -240,7 +249,7 @@ def _start(c: Column, m: Message, how: str, slow: bool) -> tuple[Column, Answer]
         c = finish(c)  # it is proven idle, so what it was asked before has its effect first
     left, left_bytes = c.pend, c.pend_bytes
     c = _begin(c, kind, operation, version, content)
-    c = _logged(c, kind, attempt, RUNNING)._replace(current=kind, pend=kind, pend_bytes=content if kind == LOAD else -1)
+    c = logged(c, kind, attempt, RUNNING)._replace(current=kind, pend=kind, pend_bytes=content if kind == LOAD else -1)
     if slow:
         return c, ("running",)
     c = finish(c, how)
@@ -266,7 +275,8 @@ def _order(kind: Any, version: int, content: int) -> Any:
     return kind(version=version, manifest_digest=digest(content))
 
 
-def _logged(c: Column, kind: int, attempt: int, state: int) -> Column:
+def logged(c: Column, kind: int, attempt: int, state: int) -> Column:
+    """With an order's attempt in this state."""
     log = list(c.log)
     log[kind] = attempt * 4 + state
     return c._replace(log=tuple(log))
@@ -288,7 +298,7 @@ def _check(c: Column, kind: int, operation: int, version: int, content: int) -> 
     elif kind == OPEN:
         c = observe(c)
         rules.may_open(holds_record(c.holds))
-        if not c.admit:
+        if not c.admit or c.life.booting:
             raise GateError(wire.ErrorReason.NOT_PROVEN, "")
     elif kind == RELEASE:
         tags.nothing_in_between(memory_record(c.memory))
@@ -349,7 +359,7 @@ def finish(c: Column, how: str = "well") -> Column:
     if kind == LOAD:
         c, done = _loaded(c, how, waits, content)
     elif kind == PAUSE:
-        c = _paused(c)
+        c = paused(c)
     elif kind == RESUME:
         c = c._replace(admit=1)
     elif kind == VERIFY:
@@ -372,7 +382,7 @@ def finish(c: Column, how: str = "well") -> Column:
         else:
             c = c._replace(late=0, adding=0)  # it waits until no addition can come any more, removing what comes
         c = c._replace(unsettled=c.unsettled & 1)
-    return _logged(c, kind, c.log[kind] >> 2, done) if waits else c
+    return logged(c, kind, c.log[kind] >> 2, done) if waits else c
 
 
 def _loaded(c: Column, how: str, waits: bool, content: int) -> tuple[Column, int]:
@@ -387,9 +397,9 @@ def _loaded(c: Column, how: str, waits: bool, content: int) -> tuple[Column, int
     return c._replace(load=(operation, version, content, ended, verified, published)), ended
 
 
-def _paused(c: Column) -> Column:
+def paused(c: Column) -> Column:
     """A pause is verified; the engine is proven idle then, so engine orders without an end are settled."""
-    return c._replace(admit=0, paused=1, unsettled=c.unsettled & 2)
+    return c._replace(admit=0, paused=1, unsettled=c.unsettled & 2, life=c.life._replace(fresh=0))
 
 
 def _verified(c: Column) -> tuple[Column, int]:
@@ -404,58 +414,3 @@ def _verified(c: Column) -> tuple[Column, int]:
     if changed is False:
         return c, FAILED
     return c._replace(load=(operation, version, content, state, 1, published)), DONE
-
-
-# ------------------------------------------------------------------------------------------------ accidents
-
-
-def restart_gate(c: Column) -> Column:
-    """The gate process dies and starts again: its record stays; what ran has no known end, and may still happen."""
-    if c.current < 0:
-        return c
-    kind = c.current
-    _state, settled = rules.after_restart(STEPS[kind], in_between=c.memory in (RELEASING, WAKING))
-    unsettled = c.unsettled
-    if not settled:
-        unsettled |= 2 if STEPS[kind] in rules.ROUTING_KINDS else 1
-    load = c.load
-    if kind == LOAD:
-        load = (*load[:3], NONE, 0, 0)
-    c = c._replace(current=-1, unsettled=unsettled, load=load, pend=-1 if kind == OPEN else c.pend)
-    return _logged(c, kind, c.log[kind] >> 2, FAILED)
-
-
-def late_addition(c: Column) -> Column:
-    """The router carries out an addition that was asked for earlier."""
-    return c._replace(routed=1, late=0)
-
-
-def replaced(c: Column, pod: int) -> Column:
-    """The pool puts a new pod at this address: a fresh engine with base weights behind a fresh gate.
-
-    The start-up promise: the engine starts only when no router lists the address and none can list it any more.
-    """
-    hasty = rules.quiet_enough(pending=True, quiet_seconds=0.0, needed_seconds=5.0)
-    fresh = Column(
-        pod=pod, admit=1, bytes=BASE, label=-9, holds=(), routed=c.routed if hasty else 0, late=c.late if hasty else 0
-    )
-    return fresh._replace(rest=c.rest, member=c.member, views=c.views, todo=c.todo, result=c.result, wire=c.wire)
-
-
-def close(c: Column) -> Column:
-    """The gate pauses its engine on its own account."""
-    return _paused(c)
-
-
-def closes_unproven(c: Column) -> bool:
-    """The gate closes an engine whose weights nothing proves, unless an order runs or is unsettled."""
-    return bool(
-        c.alive
-        and c.up
-        and c.memory == HERE
-        and not c.holds
-        and c.admit
-        and c.current < 0
-        and not c.unsettled
-        and c.pend < 0
-    )

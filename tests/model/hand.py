@@ -108,10 +108,27 @@ class Hand:
         """A live list of pods; what a gate said stays with the same pod."""
         for i, c in enumerate(self.columns):
             v = c.views[self.who]
-            if v.pod != c.pod or v.gone != 1 - c.alive or v.rest != c.rest:
-                keep = v.pod == c.pod
-                status, refused = (v.status, v.refused) if keep else ((), 0)
-                self.mine(i, "views", View(c.pod, 1 - c.alive, status, refused, c.rest))
+            status, refused = (v.status, v.refused) if v.pod == c.pod else ((), 0)
+            life = c.life
+            new = View(c.pod, 1 - c.alive, status, refused, c.rest, life.leaving, life.shut, life.shown)
+            if new != v:
+                self.mine(i, "views", new)
+        self.rest_all()
+
+    def rest_all(self) -> None:
+        """Who is to sleep by what is recorded of the trainer's demand (``Fleet.rest``)."""
+        if not self.scope.demands:
+            return
+        resting = decide.resting(self.views, self.shared, self.op.seen.grants)
+        for i, c in enumerate(self.columns):
+            v = self.view(i)
+            if v.pod >= 0 and v.rest != int(c.rest or i in resting):
+                self.mine(i, "views", v._replace(rest=int(c.rest or i in resting)))
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Columns that lie on the device that the trainer demands."""
+        return tuple(i for i, c in enumerate(self.columns) if c.life.shared)
 
     # -------------------------------------------------------------------------------------- facts
 

@@ -23,6 +23,7 @@ from tests.model.state import (
     LOAD,
     NOT_OK,
     OK,
+    OUTSIDE,
     PAUSE,
     PUBLISH,
     VERIFY,
@@ -126,9 +127,9 @@ class Moving(Hand):
             )
         elif chosen >= 0:
             self.begin(chosen, rounds, takeover=0)
-        elif self.scope.elastic:
+        elif self.scope.watches:
             self.see_pods()
-            self.fan("elastic_seen", dict.fromkeys(self.live(), POLL))
+            self.fan("outside_seen", dict.fromkeys(self.live(), POLL))
         else:
             self.rest()
 
@@ -162,7 +163,7 @@ class Moving(Hand):
         if op.generation > self.world.highest:
             self.wrong(f"generation {op.generation} is used and was never claimed")
             return
-        if op.seen.active[0] in ("Offload", "Wake"):
+        if op.seen.active[0] in OUTSIDE:
             old = claims.Barrier(*op.barrier) if op.barrier else None
             self.barrier(claims.Barrier(op.generation, False, claims=old.claims + 1 if old else 1))
         elif op.seen.active[0] == "Repair":
@@ -243,7 +244,7 @@ class Moving(Hand):
             self.refuse("Failed")
             return
         frozen = decide.freeze(self.views, op.sender[0], self.slots(), self.scope.max_unavailable)
-        if frozen is None or not (any(m > 0 for m in frozen) or self.scope.elastic):
+        if frozen is None or not (any(m > 0 for m in frozen) or self.scope.watches):
             self.refuse("Failed")  # an empty fleet is not modelled, one that sleeps is
             return
         self.phase("Planned", "planned")
@@ -282,15 +283,15 @@ class Moving(Hand):
             self.phase("Quiescing", "quiesce")
 
     def taking_part(self) -> list[int]:
-        """Members that are not to sleep by now (``Executor._takes_part``)."""
-        return [i for i, m in enumerate(self.members) if m > 0 and not self.view(i).rest]
+        """Members that are neither to sleep nor to be shut by now (``Executor._takes_part``)."""
+        return [i for i, m in enumerate(self.members) if m > 0 and not (self.view(i).rest or self.view(i).shut)]
 
     def stopped(self) -> bool:
         return bool(self.world.cancelled >> self.op.work & 1)
 
     def quiesce(self) -> None:
-        if self.scope.elastic:
-            self.see_pods()  # who is to sleep by now is dropped
+        if self.scope.drops:
+            self.see_pods()  # who is to sleep, to go or to be shut by now is dropped
         self.fan("paused", dict.fromkeys(self.taking_part(), PAUSE), again=self.op.takeover)
 
     def after_paused(self) -> None:

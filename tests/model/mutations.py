@@ -15,11 +15,11 @@ from rlfleet.api import fencing, wire
 from rlfleet.api.fencing import Admission
 from rlfleet.gate import rules, tags
 from rlfleet.gate.errors import GateError
-from rlfleet.plan import attempts, claims, elastic, freeze, verdicts
+from rlfleet.plan import adopt, attempts, claims, elastic, freeze, memory_gate, repair, rounds, verdicts
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
 from tests.model import effects, moving, program
 from tests.model.hand import POLL
-from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
+from tests.model.scopes import CLOSED, JOINER, SHARED, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
 from tests.model.state import OPEN, Column, Scope
 
 
@@ -28,7 +28,7 @@ class Patch(NamedTuple):
 
     owner: Any
     name: str
-    by: Callable[..., Any]
+    by: Any
 
 
 class Mutation(NamedTuple):
@@ -48,7 +48,9 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+_READING = memory_gate.Reading
 _IN_THE_WAY = elastic.in_the_way
+_ABORT, _NEED = verdicts.abort, repair._need
 _STEP, _VERDICT, _AGREE, _REOPENING = claims.barrier_step, verdicts.verdict, verdicts.agree, verdicts.reopening
 
 
@@ -72,6 +74,18 @@ def _resume_by_version(holds: Any, order: Any) -> None:
 
 def _reopen_forgetful(judged: Any, engines: Any) -> Reopening:
     return replace(_REOPENING(judged, engines), missing=())
+
+
+def _reopen_all(judged: Any, engines: Any) -> Reopening:
+    return _REOPENING(judged, {n: replace(e, leaving=False, quarantined=False) for n, e in engines.items()})
+
+
+def _resume_all(plan: Any, engines: Any, *rest: Any, **more: Any) -> Any:
+    return _ABORT(plan, {n: replace(e, quarantined=False) for n, e in engines.items()}, *rest, **more)
+
+
+def _need_of_all(engine: Any, *rest: Any, **more: Any) -> Any:
+    return _NEED(replace(engine, quarantined=False), *rest, **more)
 
 
 def _heard_of(engines: Any) -> tuple[str, ...]:
@@ -228,6 +242,78 @@ GUARDS = (
         "can not be reached",
     ),
     Mutation(
+        "an evicted member is dropped",
+        _scope(2, {"evict": 1, "bad": 1}, engines=2, bad_loads=("failed",)),
+        (Patch(verdicts, "verdict", _verdict(Verdict.DROPPED, Verdict.POISONED)),),
+        "holds because of pods",
+    ),
+    Mutation(
+        "an evicted member is not reopened, and is not Ok",
+        _scope(1, {"evict": 1}, engines=2),
+        (Patch(verdicts, "reopening", _reopen_all),),
+        "count as Ok",
+    ),
+    Mutation(
+        "who is to go is a member of no round",
+        _scope(1, {"evict": 1}, engines=2),
+        (Patch(rounds.Engine, "dropped", False),),
+        "are members of a round",
+    ),
+    Mutation(
+        "who is in quarantine is a member of no round",
+        _scope(1, {"shut": 1}, engines=2),
+        (Patch(rounds.Engine, "shut", False),),
+        "are members of a round",
+    ),
+    Mutation(
+        "who is in quarantine is not reopened",
+        _scope(1, {"shut": 1}, engines=2),
+        (Patch(verdicts, "reopening", _reopen_all),),
+        "is opened although",
+    ),
+    Mutation(
+        "who is in quarantine is not resumed by an abort",
+        _scope(2, {"shut": 1, "cancel": 1}, engines=2),
+        (Patch(verdicts, "abort", _resume_all),),
+        "is opened although",
+    ),
+    Mutation(
+        "who is in quarantine is not resumed between rounds",
+        _scope(1, {"shut": 1}, engines=2, later=True),
+        (Patch(repair, "_need", _need_of_all),),
+        "is opened although",
+    ),
+    Mutation(
+        "who is in quarantine serves nothing else at the commit",
+        _scope(1, {"shut": 1}, engines=2),
+        (Patch(verdicts, "could_serve", _always(())),),
+        "committed while",
+    ),
+    Mutation(
+        "who is to sleep for the trainer serves nothing else at the commit",
+        _scope(2, {"bad": 1, "demand": 1}, columns=third(SHARED), bad_loads=("failed",), versions=TWO_ROUNDS),
+        (Patch(verdicts, "could_serve", _always(())),),
+        "committed while",
+    ),
+    Mutation(
+        "what a gate says is about the process that its kubelet tells of",
+        _scope(1, {"restart": 1}),
+        (Patch(adopt, "believed", lambda status, process: status),),
+        "of an earlier process",
+    ),
+    Mutation(
+        "a gate that is told of another process forgets",
+        _scope(1, {"restart": 1}),
+        (Patch(rules, "is_another_process", _always(False)),),
+        "of an earlier process",
+    ),
+    Mutation(
+        "another label voids the proof",
+        _scope(1, {"restart": 1}, engines=2),
+        (Patch(rules, "voids_proof", _always(False)),),
+        "of an earlier process",
+    ),
+    Mutation(
         "pods are deleted under their UID",
         _scope(2, {"kill": 1, "bad": 1}),
         (Patch(effects, "PRECONDITION", _always(True)),),
@@ -288,6 +374,13 @@ PAIRS = (
         (Patch(program, "PAUSED_BEFORE_RELEASE", _always(False)),),
         (Patch(tags, "may_release", _nothing),),
         "serves bytes",
+    ),
+    (
+        "the memory gate: engines are asleep by their gates' word, and the device is free by its driver's",
+        _scope(1, {"demand": 1}, later=True, columns=(Column(), SHARED)),
+        (Patch(memory_gate, "is_offloaded", _always(True)),),
+        (Patch(memory_gate, "Reading", lambda used: _READING(0)),),
+        "is granted its device",
     ),
     (
         "silent gates count: at planning, and before the commit",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlfleet.plan.holding import Move
+from rlfleet.plan.repair import Act
 from rlfleet.plan.rounds import TERMINAL
 from rlfleet.plan.verdicts import Next, Verdict
 from tests.model import decide
@@ -31,6 +32,16 @@ from tests.model.state import (
     VERIFY,
     WAKE,
     Round,
+)
+
+#: What repair orders for whom, in this order.
+MENDING = (
+    (Act.SETTLE, PAUSE),
+    (Act.SETTLE, CLOSE),
+    (Act.CLOSE, PAUSE),
+    (Act.CLOSE, CLOSE),
+    (Act.RESUME, RESUME),
+    (Act.OPEN, OPEN),
 )
 
 
@@ -103,9 +114,12 @@ class Run(Moving):
             self.settle("Succeeded")
 
     def reopen(self) -> None:
-        if self.scope.elastic:
+        if self.scope.drops:
             self.see_pods()
         resume, close, missing = decide.reopening(self.views, self.members, self.op.work, *self.target)
+        ok = [i for i in self.named(Verdict.WHOLE) if i not in close and self.view(i).leaving]
+        if ok:
+            self.wrong(f"pods {[self.view(i).pod for i in ok]} are on their way out and count as Ok")
         self.set(barrier=(int(len(missing) > self.scope.max_unavailable),))
         for i in range(len(self.columns)):
             self.mine(i, "result", MARK if i in close else 0)
@@ -133,13 +147,26 @@ class Run(Moving):
 
     def hold(self, after: Next, missing: tuple[int, ...]) -> None:
         self.set(barrier=(after, missing))
+        if after is Next.HOLD and all(self.view(i).leaving for i in missing):
+            self.wrong("a round holds because of pods that others have asked to go")
         if after in (Next.HOLD, Next.WAIT_FENCE) and self.op.round.phase != "Holding":
             self.phase("Holding", "holding")
         else:
             self.set(pc="rr", arg=("holding",))
 
     def held_on(self) -> None:
-        self.look("holding")
+        if self.scope.demands:
+            self.fan("heard", dict.fromkeys(self.live(), POLL))
+        else:
+            self.look("holding")
+
+    def after_heard(self) -> None:
+        """The trainer's demand is recorded in the middle of a round, too (``control.demand.hear_demands``)."""
+        rows = decide.grants(self.views, self.shared, self.op.seen.grants, self.world.demand)
+        if rows != self.op.seen.grants:
+            self.set(pc="wg", arg=(rows, "heard"))
+        else:
+            self.look("holding")
 
     def holding(self) -> None:
         """One turn: what others want of the round, and what can be done (``rr`` has read the round just now)."""
@@ -270,31 +297,41 @@ class Run(Moving):
         self.fan("orphan_waited", dict.fromkeys(busy, POLL))
 
     def after_orphan_waited(self) -> None:
-        live = [i for i in self.live() if self.view(i).status]
-        proven = decide.at_committed(self.views, self.op.seen.committed)
-        resume = [i for i in live if i in proven and not self.view(i).rest]
-        orders = {i: RESUME if i in resume else CLOSE for i in live}
-        for i in range(len(self.columns)):
-            self.mine(i, "result", MARK if orders.get(i) == CLOSE else 0)
-        self.fan("orphan_resumed", orders, keep=True)
+        self.mend(0)
 
-    def after_orphan_resumed(self) -> None:
-        resumed = [i for i in range(len(self.columns)) if self.good(i) and not self.result(i) & MARK]
-        self.fan("orphan_polled", dict.fromkeys(resumed, POLL), keep=True)
+    def mend(self, step: int) -> None:
+        """Settle, close, resume, route (``EngineRepair._apply``): each step on what the one before it left."""
+        for n in range(step, len(MENDING)):
+            act, kind = MENDING[n]
+            due = [i for i, what in decide.needs(self.views, self.op.seen.committed) if what is act]
+            if act is Act.CLOSE and kind == PAUSE:
+                due = list(decide.not_paused(self.views, tuple(due)))
+            if due and (act is not Act.RESUME or self.op.seen.committed):
+                self.set(barrier=(n,))
+                self.fan("mended", dict.fromkeys(due, kind), again=1)
+                return
+        self.set(pc="wp", arg=("free",), barrier=())
 
-    def after_orphan_polled(self) -> None:
-        orders = {i: OPEN for i in range(len(self.columns)) if i in self.unrouted()}
-        self.fan("orphan_opened", orders)
+    def after_mended(self) -> None:
+        self.fan("mended_polled", {i: POLL for i in range(len(self.columns)) if self.result(i)})
 
-    def after_orphan_opened(self) -> None:
-        self.set(pc="wp", arg=("free",))
+    def after_mended_polled(self) -> None:
+        self.mend(self.op.barrier[0] + 1)
 
     # -------------------------------------------------------------------------------------- elastic/step, elastic/work
 
-    def after_elastic_seen(self) -> None:
+    def after_outside_seen(self) -> None:
+        """Between rounds: repair, then the trainer's demand, then who is to be shut, to sleep or to wake."""
+        seen = self.op.seen
+        mend = self.scope.mends and decide.needs(self.views, seen.committed)
+        if not mend and self.scope.demands:
+            rows = decide.grants(self.views, self.shared, seen.grants, self.world.demand)
+            if rows != seen.grants:
+                self.set(pc="wg", arg=(rows, ""))
+                return
         shrink, wake = decide.elastic(self.views)
-        if shrink or wake:
-            kind = "Offload" if shrink else "Wake"
+        if mend or decide.shut(self.views) or shrink or wake:
+            kind = "Mend" if mend else "Quarantine" if decide.shut(self.views) else "Offload" if shrink else "Wake"
             self.set(pc="claim", work=ELASTIC, round=Round(), round_fresh=0, arg=(kind, 0), takeover=0, barrier=())
         else:
             self.rest()
@@ -302,8 +339,10 @@ class Run(Moving):
     def elastic(self) -> None:
         """Behind the barrier: who is still to be moved, as the gates answered under our generation."""
         shrink, wake = decide.elastic(self.views)
-        if self.op.seen.active[0] == "Offload":
-            self.fan("sleepers_closed", dict.fromkeys(shrink, CLOSE), again=1)
+        kind = self.op.seen.active[0]
+        if kind in ("Offload", "Quarantine"):
+            out = shrink if kind == "Offload" else decide.shut(self.views)
+            self.fan("sleepers_closed", dict.fromkeys(out, CLOSE), again=1)
         else:
             self.set(pc="preempted", arg=wake)
 
@@ -312,19 +351,24 @@ class Run(Moving):
 
     def preempted(self) -> None:
         """The last look before what can not be taken back: requests that are aborted, memory that is taken."""
-        chosen, wakes = self.op.arg, self.op.seen.active[0] == "Wake"
+        chosen, kind = self.op.arg, self.op.seen.active[0]
         waits = decide.triage(self.open_rounds(self.world.rounds), self.op.seen.committed, self.op.sender, self.slots())
         if waits[1] >= 0 and GIVES_WAY():
             self.set(pc="wp", arg=("free",))
             return
         if waits[1] >= 0:
             self.wrong(f"engines are put to sleep or woken although round {waits[1]} could run before that")
-        if wakes:
+        if kind == "Mend":
+            self.mend(0)
+        elif kind == "Wake":
             self.fan("woken", dict.fromkeys(chosen, WAKE), again=1)
         else:
             self.fan("sleepers_paused", dict.fromkeys(chosen, PAUSE), again=1)
 
     def after_sleepers_paused(self) -> None:
+        if self.op.seen.active[0] == "Quarantine":
+            self.set(pc="wp", arg=("free",))
+            return
         good = [i for i in range(len(self.columns)) if self.good(i)] if PAUSED_BEFORE_RELEASE() else self.live()
         self.fan("released", dict.fromkeys(good, RELEASE), again=1)
 

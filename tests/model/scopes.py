@@ -6,7 +6,7 @@ scope lets a few kinds of faults happen, at any moment and in any order, ``total
 
 from __future__ import annotations
 
-from tests.model.state import BASE, OPEN, RELEASE, WAKE, Budget, Column, Scope
+from tests.model.state import BASE, GARBAGE, OPEN, RELEASE, RELEASED, WAKE, Budget, Column, Life, Scope
 
 #: The third engine of three, not in order at the beginning.
 JOINER = Column(bytes=BASE, holds=(), label=-9, admit=0, paused=1, routed=0)  # nothing proves what it holds
@@ -14,6 +14,8 @@ CLOSED = Column(admit=0, paused=1, routed=0)  # left closed at the committed wei
 SLEEPER = Column(rest=1)  # serves, and is to sleep
 STRANGE = Column(bytes=9, holds=(0, 9, 9), admit=0, paused=1, routed=0)  # other bytes under the committed version
 WEDGED = CLOSED._replace(unsettled=1)  # closed, too, and an order at its gate has no known end
+SHARED = Column(life=Life(shared=1))  # serves, on the device that the trainer demands
+ASLEEP = SHARED._replace(bytes=GARBAGE, holds=(), memory=RELEASED, admit=0, paused=1, routed=0)  # there, too
 
 
 def third(column: Column) -> tuple[Column, ...]:
@@ -58,6 +60,25 @@ SCOPES = (
     Scope("engines sleep and wake", budget(2, wish=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER)),
     Scope(
         "a fleet asleep", budget(1, wish=1, crash=1, silence=1), elastic=True, later=True, columns=(SLEEPER, SLEEPER)
+    ),
+    Scope("an engine is evicted", budget(2, evict=1, crash=1, bad=1), engines=2, bad_loads=("failed",)),
+    Scope("an engine starts again in place", budget(1, restart=1)),
+    Scope("a quarantine", budget(2, shut=2, crash=1), engines=2, later=True),
+    Scope("a quarantine in a round", budget(2, shut=1, crash=1, cancel=1), engines=2),
+    Scope("a trainer's demand", budget(3, demand=2, crash=1), later=True, columns=(Column(), SHARED)),
+    Scope(
+        "a demand while holding",
+        budget(3, bad=1, demand=1, crash=1),
+        columns=(Column(), SHARED),
+        bad_loads=("failed",),
+        on_failure="Hold",
+    ),
+    Scope(
+        "a grant while holding",
+        budget(3, bad=1, demand=1, crash=1, cancel=1),
+        columns=(Column(), Column(), ASLEEP._replace(rest=1)),
+        bad_loads=("failed",),
+        on_failure="Hold",
     ),
     Scope("a late joiner", budget(2, crash=1, lost=1), columns=third(JOINER), max_unavailable=1),
 )
@@ -109,6 +130,25 @@ LARGE = (
         max_unavailable=1,
         bad_loads=("failed", "nothing", "unknown"),
     ),
+    Scope("large: engines are evicted", budget(3, evict=2, crash=1, lost=1)),
+    Scope("large: engines start again in place", budget(2, restart=1, crash=1, slow=1), engines=2),
+    Scope("large: a restart, and a message", budget(2, restart=1, lost=1, delay=1), engines=2),
+    Scope("large: a quarantine", budget(3, shut=2, crash=1, delay=1, silence=1), engines=2, later=True),
+    Scope("large: a quarantine, and a load that goes wrong", budget(3, shut=2, bad=1, crash=1), max_unavailable=1),
+    Scope(
+        "large: demands and messages",
+        budget(4, demand=2, crash=1, delay=1, lost=1),
+        later=True,
+        columns=(Column(), SHARED),
+    ),
+    Scope(
+        "large: a demand while holding",
+        budget(4, bad=1, demand=2, crash=1, lost=1),
+        versions=TWO_ROUNDS,
+        columns=(Column(), SHARED),
+        bad_loads=("failed",),
+        on_failure="Hold",
+    ),
     Scope("large: two trainers", budget(3, sender=1, crash=1, delay=1, slow=1), versions=TWO_TRAINERS),
 )
 
@@ -117,6 +157,16 @@ ENDING = (
     Scope("takeovers and a lost message", budget(2, crash=1, lost=1)),
     Scope("a load that goes wrong", budget(2, bad=1, crash=1), max_unavailable=1),
     Scope("engines sleep", budget(1, wish=1, crash=1), elastic=True, later=True, columns=(Column(), SLEEPER)),
+    Scope("an engine is evicted", budget(1, evict=1, crash=1), engines=2),
+    Scope("a quarantine", budget(2, shut=2, crash=1), engines=2, later=True),
+    Scope("a trainer's demand", budget(2, demand=1, crash=1), later=True, columns=(Column(), SHARED)),
+    Scope(
+        "a demand while holding",
+        budget(2, bad=1, demand=1),
+        columns=(Column(), SHARED),
+        bad_loads=("failed",),
+        on_failure="Hold",
+    ),
 )
 
 #: The same for `make fault`.
@@ -126,6 +176,7 @@ ENDING_LARGE = (
     Scope("large: a lost status", budget(2, wipe=1, crash=1)),
     Scope("large: a gate restarts in a long operation", budget(3, slow=1, gate=1, crash=1)),
     Scope("large: a silent gate", budget(1, silence=1)),
+    Scope("large: an engine starts again in place", budget(1, restart=1), engines=2),
     Scope("large: a new trainer", budget(1, sender=1), versions=TWO_TRAINERS),
     Scope("large: cancelled, or removed by force", budget(2, cancel=1, remove=1, crash=1)),
 )

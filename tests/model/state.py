@@ -4,9 +4,9 @@ One state is ``(World, columns)``. A column is everything about one engine: its 
 what each operator last saw of it, and messages that still travel to it. Columns are kept sorted, so states that differ
 only in the engines' numbers are one state (symmetry reduction).
 
-Identity: an engine process is named by the number of its pod (owned pods never restart an engine in place, so pod and
-incarnation change together; tests/model/test_sequences.py tells the adopted case). Bytes are small numbers; GARBAGE is
-what a load that went wrong leaves behind.
+Identity: an engine process is named by the number of its pod, plus PROCESS times its own number there (owned pods never
+restart an engine in place, adopted ones do). Bytes are small numbers; GARBAGE is what a load that went wrong leaves
+behind.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ STEPS = ("Pause", "Load", "Verify", "Publish", "Resume", "Open", "Close", "Relea
 PAUSE, LOAD, VERIFY, PUBLISH, RESUME, OPEN, CLOSE, RELEASE, WAKE = range(9)
 #: The engine's memory by its gate's record (one tag stands for all).
 HERE, RELEASING, RELEASED, WAKING = range(4)
-#: The number of work outside rounds that puts engines to sleep or wakes them.
+#: The number of work outside rounds: it puts engines to sleep, wakes, shuts or mends them.
 ELASTIC = 7
+#: The kinds of that work.
+OUTSIDE = ("Offload", "Wake", "Quarantine", "Mend")
+#: Beside the pod's number in an identity: that of the process that the gate's record is about.
+PROCESS = 100
 #: States of a record in the log.
 NONE, RUNNING, DONE, FAILED = range(4)
 #: What an operator has of a call: nothing to do, to be called, started and awaited; then its result.
@@ -38,6 +42,23 @@ class View(NamedTuple):
     status: Answer = ()  # (): the gate gave no answer
     refused: int = 0  # the generation that the gate refused us with
     rest: int = 0  # it is to sleep
+    leaving: int = 0  # somebody asked the pod to go
+    shut: int = 0  # a person keeps its engine out of service
+    shown: int = 0  # the engine process that the kubelet tells of
+
+
+class Life(NamedTuple):
+    """What befalls one engine, beside rounds. Processes are counted from 0 in each pod."""
+
+    leaving: int = 0  # evicted or preempted, and not gone yet
+    shut: int = 0  # in a person's quarantine
+    shared: int = 0  # it lies on the device that the trainer demands
+    process: int = 0  # the process that is there
+    shown: int = 0  # the one that the kubelet tells of
+    told: int = 0  # the one that the gate was told of
+    about: int = 0  # the one that the gate's record, and so its incarnation, is about
+    booting: int = 0  # the process does not answer yet
+    fresh: int = 0  # it started behind an open router, and was not closed since: an adopted pod can not help that
 
 
 class Column(NamedTuple):
@@ -68,12 +89,18 @@ class Column(NamedTuple):
     memory: int = HERE
     voided: int = 0  # memory was released since the load of ``load``
     rest: int = 0  # its pool wants it asleep
+    life: Life = Life()
     # what others know of it
     member: tuple[int, ...] = ()  # per round: pod number, 0 not a member, negative: it could not be one (decide.SILENT)
     views: tuple[View, ...] = ()
     todo: tuple[int, ...] = ()
     result: tuple[int, ...] = ()
     wire: tuple[Answer, ...] = ()  # messages still on their way to this address
+
+    @property
+    def identity(self) -> int:
+        """Pod and incarnation, as the gate tells them."""
+        return self.pod + PROCESS * self.life.about
 
 
 class Pipeline(NamedTuple):
@@ -82,6 +109,7 @@ class Pipeline(NamedTuple):
     fence: int = 0
     active: Answer = ()  # kind, round, generation, holder, committed
     committed: tuple[int, int] | tuple[()] = (0, OLD)  # version, bytes
+    grants: tuple[tuple[int, int], ...] = ()  # step of a demand, whether it is granted
 
 
 class Round(NamedTuple):
@@ -138,6 +166,10 @@ class Budget(NamedTuple):
     cancel: int = 0
     remove: int = 0
     wish: int = 0  # the user changes spec.active
+    evict: int = 0
+    restart: int = 0  # an adopted pod's engine starts again in place
+    shut: int = 0  # a person sets or takes back a quarantine
+    demand: int = 0  # the trainer demands the device, or gives it back
 
 
 class World(NamedTuple):
@@ -154,6 +186,8 @@ class World(NamedTuple):
     cancelled: int = 0  # bit per round
     decided: int = 0  # the highest generation whose holder has passed its barrier
     leader: int = 0  # who holds the leader Lease
+    demand: int = 0  # the step for which the trainer demands the device; 0: for none
+    steps: int = 0  # demands so far
     wrong: str = ""  # what an invariant over steps found
 
 
@@ -178,7 +212,28 @@ class Scope(NamedTuple):
     bad_loads: tuple[str, ...] = ("failed", "garbage", "nothing", "unknown")
     elastic: bool = False  # engines are put to sleep and woken between rounds
     later: bool = False  # no round is there at the beginning
+    grants: tuple[tuple[int, int], ...] = ()  # a demand that stands at the beginning
     strict: bool = False  # no request is lost here, so whoever was asked has answered
+
+    @property
+    def watches(self) -> bool:
+        """Engines are looked after between rounds."""
+        return bool(self.elastic or self.budget.shut or self.demands)
+
+    @property
+    def mends(self) -> bool:
+        """Between rounds the operator repairs engines, too."""
+        return bool(self.budget.shut or self.demands)
+
+    @property
+    def demands(self) -> bool:
+        """A trainer demands the device that engines share."""
+        return bool(self.budget.demand or self.grants)
+
+    @property
+    def drops(self) -> bool:
+        """Members may be dropped on purpose."""
+        return bool(self.watches or self.budget.evict or self.budget.restart)
 
     def initial(self) -> State:
         """Everything in order, the rounds just created, one operator about to look."""
@@ -196,7 +251,7 @@ class Scope(NamedTuple):
                 )
             )
         world = World(
-            pipeline=Pipeline(0, (), self.committed),
+            pipeline=Pipeline(0, (), self.committed, self.grants),
             # Later ones are ordered later.
             rounds=(Round("New", exists=0) if self.later else Round(), *(Round(phase="New", exists=0),) * (n - 1)),
             sender=Sender(),
@@ -204,6 +259,8 @@ class Scope(NamedTuple):
             budget=self.budget,
             truth=self.committed[1] if self.committed else BASE,
             pods=len(base),
+            demand=self.grants[0][0] if self.grants else 0,
+            steps=self.grants[0][0] if self.grants else 0,
         )
         return normal(world, tuple(columns))
 

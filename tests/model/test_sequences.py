@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.model import explore, gate
+from tests.model import accidents, explore, gate
 from tests.model.gate import FENCE
 from tests.model.invariants import broken
-from tests.model.scopes import CLOSED, JOINER, SLEEPER, STRANGE, TWO_TRAINERS, budget, third
+from tests.model.scopes import CLOSED, JOINER, SCOPES, SLEEPER, STRANGE, TWO_TRAINERS, budget, third
 from tests.model.state import (
     BASE,
     CLOSE,
@@ -58,7 +58,7 @@ def test_an_engine_restarted_in_place_behind_an_open_router() -> None:
     seen, said = gate.status(c)
     assert not seen.holds
     assert not said[3]
-    assert gate.closes_unproven(seen)
+    assert accidents.closes_unproven(seen)
     # Whoever asked for a resume in the same moment is refused: the label is read once more first.
     order = (RESUME, 0, 5, c.pod, 1, 0, OLD)
     after, answer = gate.deliver(c._replace(admit=0, paused=1), order)
@@ -76,7 +76,7 @@ def test_a_router_addition_that_comes_late() -> None:
     c = Column(
         routed=0, late=1, pend=OPEN, current=OPEN, adding=1, fence=(5, 0), log=(0, 0, 0, 0, 0, 4 + RUNNING, 0, 0, 0)
     )
-    c = gate.restart_gate(c)
+    c = accidents.restart_gate(c)
     assert c.adding
     assert c.unsettled
     c, answer = gate.deliver(c, (CLOSE, 0, 5, c.pod, 1, 0, OLD))
@@ -189,6 +189,32 @@ def test_a_lost_status_whose_highest_gate_can_not_be_reached() -> None:
                 s[0].pipeline == Pipeline(0, (), ()) and any(not c.up and c.fence[0] == s[0].highest for c in s[1])
             ),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "situation"),
+    [
+        # An evicted member still holds what was committed before, closed, when the others have committed without it.
+        (
+            "an engine is evicted",
+            lambda s: (
+                s[0].truth != OLD and any(c.alive and c.life.leaving and not c.admit and not c.holds for c in s[1])
+            ),
+        ),
+        # What another process holds was verified and published as if it were that of the process before it.
+        ("an engine starts again in place", lambda s: any(c.life.process != c.life.about and c.holds for c in s[1])),
+        ("a quarantine in a round", lambda s: s[0].truth != OLD and any(c.life.shut and not c.routed for c in s[1])),
+        (
+            "a quarantine",
+            lambda s: s[0].truth != OLD and any(c.life.shut and not c.routed and c.bytes == OLD for c in s[1]),
+        ),
+        ("a demand while holding", lambda s: holding(s) and bool(s[0].pipeline.grants)),
+        ("a grant while holding", lambda s: holding(s) and (s[0].demand, 1) in s[0].pipeline.grants),
+    ],
+)
+def test_what_befalls_engines_is_reached(name: str, situation: Callable[[State], bool]) -> None:
+    """These are scopes of the default run, which explores them to their ends."""
+    assert reached(next(s for s in SCOPES if s.name == name), situation)
 
 
 def test_a_story_is_told_in_the_order_in_which_it_happens() -> None:
