@@ -90,7 +90,7 @@ def test_dynamos_variables_are_read_as_dynamo_reads_them(caplog: pytest.LogCaptu
     ("flags", "message"),
     [
         (("--discovery-port", "70000"), r"--discovery-port \(DYN_RL_PORT\): 70000 can not be used"),
-        (("--discovery-max-concurrent-probes", "0"), "0 can not be used"),
+        (("--discovery-max-concurrent-probes", "0"), "0 can not be used: workers asked at the same time"),
         (("--discovery-request-timeout-seconds", "soon"), "'soon' is no int"),
         (("--discovery-namespace", "a.b"), "'a.b' can not be used"),
         (("--discovery-auth", "tokn"), "must be none or token"),

@@ -328,7 +328,7 @@ SLICE = frozenset({Device("n1", "MIG-7")})
             {"assert_mixed": True},
             Reason.MIXED_TRANSPORT_IMPOSSIBLE,
             "spec.transport.assertMixed is set but every engine would use Broadcast: the pool needs at least one "
-            "engine on the train devices and one off them",
+            "engine on the train devices and one off them. Add it, or leave assertMixed out",
         ),
         (
             "Auto",

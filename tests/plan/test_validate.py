@@ -48,7 +48,7 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(trainer={"gpus": [*TRAIN, {"node": "n1", "devices": ["GPU-1"]}]}),
         [],
         Reason.DEVICE_LISTED_TWICE,
-        "spec.trainer.gpus lists GPU-1 on n0 and n1; a UUID is one device on one node",
+        "spec.trainer.gpus lists GPU-1 on n0 and n1; a UUID is one device on one node: remove the wrong one",
         set(),
     ),
     (
@@ -62,7 +62,7 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
             )
         ],
         Reason.DEVICE_LISTED_TWICE,
-        "spec.placement.devices of pool a lists x on n0 and n2; a UUID is one device on one node",
+        "spec.placement.devices of pool a lists x on n0 and n2; a UUID is one device on one node: remove the wrong one",
         {"a"},
     ),
     (
@@ -177,7 +177,8 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         pipeline(trainer=blocks("x", "y")),
         [pool(placement=claims("x", "y", "z"), replicas=4)],
         Reason.BLOCK_NOT_FOUND,
-        "spec.placement.blocks of pool a names z, and spec.trainer.blocks of the RLPipeline has x, y",
+        "spec.placement.blocks of pool a names z, and spec.trainer.blocks of the RLPipeline has x, y; name one that is "
+        "there, or add it there",
         {"a"},
     ),
     (
@@ -222,7 +223,7 @@ BROKEN: list[tuple[dict[str, Any], list[dict[str, Any]], Reason, str, set[str]]]
         [pool(placement=pinned("GPU-0", "GPU-1"))],
         Reason.MIXED_TRANSPORT_IMPOSSIBLE,
         "spec.transport.assertMixed is set but every engine would use Serialized: the pool needs at least one engine "
-        "on the train devices and one off them",
+        "on the train devices and one off them. Add it, or leave assertMixed out",
         {"a"},
     ),
 ]

@@ -281,5 +281,6 @@ def test_an_unknown_backend_is_refused_before_anything_starts(sender: WeightSend
     answer = operator.post("/v1/operations", operator.request(nccl))
     assert answer.status_code == 409
     assert answer.json()["reason"] == "Unsupported"
+    assert "spec.transport.backend" in answer.json()["message"]
     assert operator.status().in_flight is None
     assert "Broadcast/nccl" not in operator.status().capabilities

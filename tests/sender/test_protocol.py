@@ -320,7 +320,9 @@ def test_status_says_who_it_is(make_sender: Make, make_operator: Operators) -> N
 def test_keys_may_come_later_and_change(key: Ed25519PrivateKey, make_sender: Make, make_operator: Operators) -> None:
     sender = make_sender(public_keys=None)
     operator = make_operator(sender)
-    assert reason(operator.get("/v1/status")) == (401, "Unauthenticated")
+    answer = operator.get("/v1/status")
+    assert reason(answer) == (401, "Unauthenticated")
+    assert "status.publicKeys" in answer.json()["message"]
     sender.set_public_keys({"k1": public(key)})
     assert operator.status().cache is None
     sender.set_public_keys({"k2": public(STRANGER)})
@@ -357,7 +359,7 @@ def test_a_source_of_keys_is_asked_when_needed(
 
 def test_a_taken_address_is_named(make_sender: Make) -> None:
     taken = make_sender()
-    with pytest.raises(SenderError, match=f"cannot listen on 127.0.0.1:{taken.port}"):
+    with pytest.raises(SenderError, match=f"cannot listen on 127.0.0.1:{taken.port}: .*a port that is free"):
         WeightSender("127.0.0.1", taken.port).start()
 
 

@@ -177,7 +177,10 @@ class Settings:
                 raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}) must be at least {low:g}")
             usable = f.metadata["usable"]
             if usable is not None and not usable(getattr(self, f.name)):
-                raise SettingsError(f"{_flag(f.name)} ({f.metadata['env']}): {getattr(self, f.name)!r} can not be used")
+                value = getattr(self, f.name)
+                raise SettingsError(
+                    f"{_flag(f.name)} ({f.metadata['env']}): {value!r} can not be used: {f.metadata['help']}"
+                )
         if self.discovery_auth not in ("none", "token"):
             raise SettingsError("--discovery-auth (RLFLEET_DISCOVERY_AUTH) must be none or token")
         if self.log_format not in ("json", "text"):

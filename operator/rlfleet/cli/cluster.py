@@ -235,6 +235,6 @@ def default_namespace(kubeconfig: str | None, context: str | None) -> str:
     try:
         contexts, active = list_contexts(kubeconfig)
     except (ConfigException, OSError) as e:
-        raise CliError(f"no usable kubeconfig: {e}", Exit.UNREACHABLE) from e
+        raise CliError(f"no usable kubeconfig: {e}; name one with --kubeconfig or KUBECONFIG", Exit.UNREACHABLE) from e
     chosen = next((c for c in contexts if c["name"] == context), None) if context else active
     return str(((chosen or {}).get("context") or {}).get("namespace") or "default")

@@ -166,5 +166,9 @@ def leader(way: Way) -> str:
         ) from e
     holder = str((lease.get("spec") or {}).get("holderIdentity") or "")
     if not holder:
-        raise CliError(f"nobody holds Lease {way.namespace}/{LEASE}: no operator runs", Exit.UNREACHABLE)
+        raise CliError(
+            f"nobody holds Lease {way.namespace}/{LEASE}: no operator runs there; start one, or name the namespace of "
+            "another with --operator-namespace",
+            Exit.UNREACHABLE,
+        )
     return holder.split("_", 1)[0]

@@ -193,5 +193,5 @@ def _mixes(
     return Refusal(
         Reason.MIXED_TRANSPORT_IMPOSSIBLE,
         f"spec.transport.assertMixed is set but every engine would use {only.value}: "
-        "the pool needs at least one engine on the train devices and one off them",
+        "the pool needs at least one engine on the train devices and one off them. Add it, or leave assertMixed out",
     )

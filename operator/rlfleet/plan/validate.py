@@ -119,7 +119,8 @@ def _devices_listed_twice(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Viola
             if len(found) > 1:
                 yield Violation(
                     Reason.DEVICE_LISTED_TWICE,
-                    f"{where} lists {uuid} on {' and '.join(sorted(found))}; a UUID is one device on one node",
+                    f"{where} lists {uuid} on {' and '.join(sorted(found))}; a UUID is one device on one node: "
+                    "remove the wrong one",
                     stopped,
                 )
 
@@ -210,7 +211,7 @@ def _block_names(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
             yield Violation(
                 Reason.BLOCK_NOT_FOUND,
                 f"spec.placement.blocks of pool {_name(pool)} names {', '.join(missing)}, and spec.trainer.blocks of "
-                f"the RLPipeline has {', '.join(sorted(known)) or 'none'}",
+                f"the RLPipeline has {', '.join(sorted(known)) or 'none'}; name one that is there, or add it there",
                 _named([pool]),
             )
 

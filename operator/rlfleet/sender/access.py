@@ -62,7 +62,11 @@ class Access:
         if scheme.lower() != "bearer" or not token:
             raise Refused(wire.ErrorReason.UNAUTHENTICATED, "a bearer token is needed")
         if not self._public:
-            raise Refused(wire.ErrorReason.UNAUTHENTICATED, "this sender has not been given public keys yet")
+            raise Refused(
+                wire.ErrorReason.UNAUTHENTICATED,
+                "this sender has no public keys yet: give it those of RLPipeline.status.publicKeys, as "
+                "WeightSender(public_keys=client.public_keys) does",
+            )
         try:
             return tokens.verify(token, self._public, audience=self._audience)
         except tokens.TokenError as e:

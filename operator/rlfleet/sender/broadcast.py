@@ -65,8 +65,8 @@ class Broadcast:
         if order.group.backend not in backends:
             raise Refused(
                 wire.ErrorReason.UNSUPPORTED,
-                f"group.backend: this sender broadcasts with {', '.join(backends) or 'nothing'}, "
-                f"not {order.group.backend}",
+                f"group.backend: this sender broadcasts with {', '.join(backends) or 'nothing'}, not "
+                f"{order.group.backend}: change spec.transport.backend, or WeightSender(backends=...)",
             )
         self._weights = weights
         self._order = order
@@ -170,7 +170,10 @@ class Broadcast:
         import torch
 
         if self._weights.cuda_device is None:
-            raise Refused(wire.ErrorReason.UNSUPPORTED, "group.backend nccl: this trainer has no CUDA device")
+            raise Refused(
+                wire.ErrorReason.UNSUPPORTED,
+                "group.backend nccl: this trainer has no CUDA device; use spec.transport.backend gloo",
+            )
         return torch.device("cuda", self._weights.cuda_device)
 
     def _send_all(self, group: Any, bounds: Bounds, until: float) -> None:

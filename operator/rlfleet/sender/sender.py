@@ -146,7 +146,10 @@ class WeightSender:
                 (self._host, self._port), family=socket.AF_INET6 if ":" in self._host else socket.AF_INET, backlog=128
             )
         except OSError as e:
-            raise SenderError(f"cannot listen on {self._host}:{self._port}: {e.strerror or e}") from e
+            raise SenderError(
+                f"cannot listen on {self._host}:{self._port}: {e.strerror or e}; give this pod's address and a port "
+                "that is free (spec.weights.sender of the RLPipeline names the same)"
+            ) from e
         self._port = listener.getsockname()[1]
         started = threading.Event()
         problem: list[BaseException] = []

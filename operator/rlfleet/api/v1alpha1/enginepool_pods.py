@@ -138,7 +138,7 @@ class Resources(Spec):
     limits: dict[ResourceName, Quantity] = Field(
         default_factory=dict,
         max_length=8,
-        description="Upper limits. Staged weights count against memory, so it must exceed stagingMiB.",
+        description="Upper limits. Staged weights count against memory: it must hold stagingMiB and 256 MiB more.",
     )
     requests: dict[ResourceName, Quantity] = Field(
         default_factory=dict, max_length=8, description="Guaranteed amounts."

@@ -125,7 +125,10 @@ class MilesCoordinator:
         env.check_mixed(mode, train_gpu_ids, infer_gpu_ids, rollout_num_gpus_per_engine)
         self._ranks.check_size(rollout_num_gpus_per_engine, self._per_node)
         if self._verify and pipeline.spec.sync.verify.value == "Off":
-            raise RuntimeError("verify_model_after_sync is set, but spec.sync.verify of the RLPipeline is Off")
+            raise RuntimeError(
+                "verify_model_after_sync is set, but spec.sync.verify of the RLPipeline is Off: set it to "
+                "IfSupported or Required, or leave verify_model_after_sync out"
+            )
         with self._lock:
             self._owner = cache_owner_actor
             self._engines = len(infer_gpu_ids) // rollout_num_gpus_per_engine if infer_gpu_ids else None
