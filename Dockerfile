@@ -74,7 +74,7 @@ COPY --from=wheel /wheels /wheels
 RUN /opt/rlfleet/bin/pip install --quiet --no-deps /wheels/*.whl
 COPY e2e/__init__.py /opt/sim/e2e/
 COPY e2e/sim /opt/sim/e2e/sim
-COPY e2e/scenarios/__init__.py e2e/scenarios/publisher.py /opt/sim/e2e/scenarios/
+COPY e2e/scenarios/__init__.py e2e/scenarios/ports.py e2e/scenarios/publisher.py /opt/sim/e2e/scenarios/
 ENV PATH=/opt/rlfleet/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp USER=rlfleet PYTHONPATH=/opt/sim
 WORKDIR /tmp

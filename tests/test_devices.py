@@ -53,7 +53,7 @@ class Node:
         )
         argv = [sys.executable, "-c", code, json.dumps([declared, own_pod])]
         out = subprocess.run(
-            argv, env=self.environment(visible), capture_output=True, text=True, check=True, timeout=60
+            argv, env=self.environment(visible), capture_output=True, text=True, check=True, timeout=120
         )
         return DeviceReport.model_validate_json(out.stdout)
 

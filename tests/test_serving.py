@@ -12,7 +12,7 @@ from aiohttp import web
 from rlfleet.api.wire import ErrorBody
 from rlfleet.serving import expect_continue, listen
 
-SECONDS = 30.0
+SECONDS = 120.0
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

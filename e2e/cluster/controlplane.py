@@ -26,7 +26,7 @@ import yaml
 from e2e.cluster import pki, processes
 from e2e.cluster.processes import CLUSTER_MARK, Process
 
-START_SECONDS = 90.0
+START_SECONDS = 240.0
 _STOP_SECONDS = 10.0
 _PORTS = range(20000, 29000)
 _SERVICE_RANGE = "10.0.0.0/24"

@@ -13,8 +13,8 @@ import pytest
 from e2e.cluster.local import ClusterError, LocalCluster
 
 NODES = 4
-_GONE_SECONDS = 90.0
-_POLICY_SECONDS = 60.0
+_GONE_SECONDS = 240.0
+_POLICY_SECONDS = 180.0
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def temporary_namespace(cluster: LocalCluster) -> Iterator[str]:
     name = f"t-{uuid.uuid4().hex[:10]}"
     cluster.kubectl("create", "namespace", name)
     for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-        cluster.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=60s")
+        cluster.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=180s")
     yield name
     # The namespace itself goes in its own time (an object's finalizer may need a controller that no longer runs), but
     # its processes must not take the machine from the next test.

@@ -128,7 +128,7 @@ class LocalCluster:
         self._write_record(Record(mark, plane.server, self.nodes))
         # Pods are refused until their namespace has a service account, and mount the authority's certificate.
         for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-            self.kubectl("wait", "--for=create", thing, "--namespace=default", "--timeout=60s")
+            self.kubectl("wait", "--for=create", thing, "--namespace=default", "--timeout=180s")
         if not self.bare:
             self.install()
         if self.nodes:
@@ -165,7 +165,7 @@ class LocalCluster:
             names.append(_HOLLOW)
         return {name: processes.load(self.state / "run" / f"{name}.json") for name in names}
 
-    def restart(self, program: str, *, seconds: float = 60.0) -> None:
+    def restart(self, program: str, *, seconds: float = 180.0) -> None:
         """kill -9 to etcd, kube-apiserver, kube-controller-manager or kube-scheduler and start it again.
 
         Returns when the apiserver is ready. What the killed program had acknowledged is kept.
@@ -212,7 +212,7 @@ class LocalCluster:
         if crds:
             files = [argument for path in crds for argument in ("-f", str(path))]
             self.kubectl("apply", "--server-side", "--force-conflicts", *files)
-            self.kubectl("wait", "--for=condition=Established", "--timeout=60s", *files)
+            self.kubectl("wait", "--for=condition=Established", "--timeout=180s", *files)
             self._say(f"{len(crds)} CRDs served")
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}}
         self.apply(namespace)
@@ -241,7 +241,7 @@ class LocalCluster:
         server = self._require().server
         pki.write_kubeconfig(kubeconfig, server, self.state / "pki" / "ca.crt", token=token, namespace=namespace)
 
-    def kubectl(self, *arguments: str, input: str | None = None, timeout: float = 90.0) -> str:
+    def kubectl(self, *arguments: str, input: str | None = None, timeout: float = 240.0) -> str:
         """Runs kubectl as admin and returns its standard output; raises ClusterError with its message otherwise."""
         return self._run("kubectl", *arguments, input=input, timeout=timeout)
 
@@ -277,7 +277,7 @@ class LocalCluster:
         self._programs = self._programs or ensure_programs(say=self._say)
         return self._programs[name]
 
-    def _run(self, name: str, *arguments: str, input: str | None = None, timeout: float = 90.0) -> str:
+    def _run(self, name: str, *arguments: str, input: str | None = None, timeout: float = 240.0) -> str:
         # HOME: kubectl's discovery cache must be this cluster's own, ports are reused by later ones.
         environment = {
             "PATH": os.environ.get("PATH", os.defpath),
@@ -326,10 +326,10 @@ class LocalCluster:
         while not ready.exists():
             if not process.alive():
                 raise ClusterError(f"hollow kubelet ended at start:\n{plane.tail(_HOLLOW)}")
-            if time.monotonic() - started > 60:
-                raise ClusterError(f"hollow nodes not ready within 60 s:\n{plane.tail(_HOLLOW)}")
+            if time.monotonic() - started > 180:
+                raise ClusterError(f"hollow nodes not ready within 180 s:\n{plane.tail(_HOLLOW)}")
             time.sleep(0.05)
-        self.kubectl("wait", "node", "--all", "--for=condition=Ready", "--timeout=60s")
+        self.kubectl("wait", "node", "--all", "--for=condition=Ready", "--timeout=180s")
         self._say(f"{self.nodes} hollow nodes Ready ({time.monotonic() - started:.1f} s)")
 
     def _record(self) -> Record | None:

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 from e2e.cluster.controlplane import ADMIN, ClusterError
 
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 90.0
 _CORE, _OURS = "/api/v1", "/apis/rlfleet.dev/v1alpha1"
 # Word on the command line -> (API, plural, namespaced).
 _KINDS: dict[str, tuple[str, str, bool]] = {}

@@ -17,7 +17,7 @@ from e2e.cluster.local import ROOT
 from e2e.cluster.waiting import wait_until
 from e2e.node.cluster import RealNode
 from e2e.node.images import name_of
-from e2e.scenarios.publisher import CONTROL_PORT
+from e2e.scenarios.ports import CONTROL_PORT
 
 Obj = dict[str, Any]
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.publisher import CONTROL_PORT
+from e2e.scenarios.ports import CONTROL_PORT
 from rlfleet.api.naming import round_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ T = TypeVar("T")
 TERMINAL = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
 
 
-def wait_until(look: Callable[[], T | None], what: str, seconds: float = 180.0, *, every: float = 0.1) -> T:
+def wait_until(look: Callable[[], T | None], what: str, seconds: float = 240.0, *, every: float = 0.1) -> T:
     """Call ``look`` until it gives something true; AssertionError with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
@@ -41,7 +41,7 @@ def wait_until(look: Callable[[], T | None], what: str, seconds: float = 180.0, 
         time.sleep(every)
 
 
-def http(method: str, url: str, body: Any = None, *, timeout: float = 10.0) -> tuple[int, Any]:
+def http(method: str, url: str, body: Any = None, *, timeout: float = 60.0) -> tuple[int, Any]:
     """One JSON request; (status, parsed body)."""
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
@@ -115,7 +115,7 @@ class Operator:
         with self.log.open("ab") as out:
             self.process = self.spawn(["operator"], env, out)
         if wait:
-            wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 120)
+            wait_until(self.ready, f"the operator to be ready; log:\n{self.tail()}", 240)
 
     def spawn(self, arguments: list[str], env: dict[str, str], out: IO[bytes]) -> Process:
         """A process that runs our command line."""
@@ -240,7 +240,7 @@ class Fleet:
 
     def wait_trainer(self) -> None:
         """Wait until the trainer's control port answers."""
-        wait_until(self._trainer_answers, "the trainer to answer", 180)
+        wait_until(self._trainer_answers, "the trainer to answer", 240)
 
     def _trainer_answers(self) -> bool:
         with contextlib.suppress(OSError, KeyError):
@@ -326,7 +326,7 @@ class Fleet:
         """A round's phase."""
         return str((self.get("syncround", name).get("status") or {}).get("phase") or "")
 
-    def ended(self, name: str, seconds: float = 180.0) -> dict[str, Any]:
+    def ended(self, name: str, seconds: float = 240.0) -> dict[str, Any]:
         """Wait for a round's end and for its slot to be free; the round."""
 
         def look() -> dict[str, Any] | None:
@@ -341,7 +341,7 @@ class Fleet:
         """Status of an object."""
         return dict(self.get(kind, name).get("status") or {})
 
-    def ready_engines(self, count: int, seconds: float = 180.0) -> list[dict[str, Any]]:
+    def ready_engines(self, count: int, seconds: float = 240.0) -> list[dict[str, Any]]:
         """Wait until exactly ``count`` engine pods exist and are Ready."""
 
         def look() -> list[dict[str, Any]] | None:
@@ -375,7 +375,7 @@ class Fleet:
         """The engine does not take requests up now (its /ready says so)."""
         return http("GET", engine_url(pod) + "/ready")[0] == 503
 
-    def serving(self, pod: dict[str, Any], version: int, seconds: float = 180.0) -> None:
+    def serving(self, pod: dict[str, Any], version: int, seconds: float = 240.0) -> None:
         """Wait until the engine is open with this version; with which others it was open until then is refused."""
 
         def look() -> bool:

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
+from e2e.scenarios.ports import CONTROL_PORT
 from e2e.sim.model import MODELS
 from e2e.sim.model_torch import torch_state
 from rlfleet.api.tokens import PublicKeys
 from rlfleet.sender import WeightSender
-
-CONTROL_PORT = 9451
 
 
 def state(seed: int, change: str | None, bulk_mib: int = 0, pieces: int = 1) -> dict[str, torch.Tensor]:

@@ -253,7 +253,7 @@ def test_a_catch_up_that_is_called_off_touches_nobody_and_comes_again(
             cluster.kubectl("patch", "sr", name, "-n", fleet.namespace, "--type=merge", "-p", patch)
             assert fleet.ended(name)["status"]["phase"] == "Cancelled"
         else:
-            cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--timeout=60s")
+            cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--timeout=180s")
         assert fleet.checksum(fresh) == before
     finally:
         cluster.hollow.thaw(fleet.namespace, fresh["metadata"]["name"], "gate")

@@ -169,9 +169,9 @@ def test_claims_are_the_pipelines_own_and_go_with_it(fleet: Fleet) -> None:
     )
     assert len(fleet.ready_engines(1)) == 1, "a violation takes nobody's engine"
     fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace)
-    fleet.cluster.kubectl("wait", "--for=delete", "resourceclaim/p.a", "-n", fleet.namespace, "--timeout=60s")
+    fleet.cluster.kubectl("wait", "--for=delete", "resourceclaim/p.a", "-n", fleet.namespace, "--timeout=180s")
     fleet.cluster.kubectl("delete", "rlpipeline", "p", "-n", fleet.namespace)
-    fleet.cluster.kubectl("wait", "--for=delete", "resourceclaim/p.b", "-n", fleet.namespace, "--timeout=60s")
+    fleet.cluster.kubectl("wait", "--for=delete", "resourceclaim/p.b", "-n", fleet.namespace, "--timeout=180s")
 
 
 @pytest.mark.slow

@@ -198,8 +198,8 @@ def own_namespace(fleet: Fleet) -> Any:
     """Another namespace, which the test itself deletes; the fleet in it."""
     name = f"{fleet.namespace}-own"
     fleet.cluster.kubectl("create", "namespace", name)
-    fleet.cluster.kubectl("wait", "--for=create", "serviceaccount/default", f"--namespace={name}", "--timeout=60s")
-    fleet.cluster.kubectl("wait", "--for=create", "configmap/kube-root-ca.crt", f"--namespace={name}", "--timeout=60s")
+    fleet.cluster.kubectl("wait", "--for=create", "serviceaccount/default", f"--namespace={name}", "--timeout=180s")
+    fleet.cluster.kubectl("wait", "--for=create", "configmap/kube-root-ca.crt", f"--namespace={name}", "--timeout=180s")
     yield Fleet(fleet.cluster, name)
 
 

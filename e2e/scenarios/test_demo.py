@@ -130,7 +130,7 @@ def test_a_broken_promise_fails_the_demo_and_keep_leaves_a_fleet_to_look_at(tmp_
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("after", ["kube-apiserver ready", "trainer started"])
+@pytest.mark.parametrize("after", [pytest.param("kube-apiserver ready", marks=pytest.mark.slow), "trainer started"])
 def test_an_interrupted_demo_cleans_up(after: str, tmp_path: Path) -> None:
     with _start(tmp_path, sys.executable, "-m", "e2e.demo") as process:
         assert process.stdout is not None
@@ -144,6 +144,7 @@ def test_an_interrupted_demo_cleans_up(after: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_killed_demo_leaves_nothing_behind_either(tmp_path: Path) -> None:
     with _start(tmp_path, sys.executable, "-m", "e2e.demo") as process:
@@ -157,6 +158,7 @@ def test_a_killed_demo_leaves_nothing_behind_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_dead_trainer_ends_the_demo_with_its_last_lines(tmp_path: Path) -> None:
     with _start(tmp_path, sys.executable, "-m", "e2e.demo") as process:

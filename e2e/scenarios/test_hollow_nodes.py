@@ -527,7 +527,7 @@ def test_two_clusters_side_by_side_and_nothing_left_after_down(cluster: LocalClu
         for each in (cluster, second):
             each.apply({**pod, "metadata": {"name": name, "namespace": "default"}})
         for each in (cluster, second):
-            each.kubectl("wait", f"pod/{name}", "--for=condition=Ready", "--timeout=60s")
+            each.kubectl("wait", f"pod/{name}", "--for=condition=Ready", "--timeout=180s")
         addresses = {each.get("pod", name)["status"]["podIP"] for each in (cluster, second)}
         assert len({address.split(".")[1] for address in addresses}) == 2
         cluster.kubectl("delete", "pod", name, "--wait=false")
@@ -589,7 +589,7 @@ def test_containers_die_with_the_hollow_kubelet(tmp_path: Path) -> None:
                 "spec": {"containers": [container("main", SLEEP)]},
             }
         )
-        third.kubectl("wait", "pod/orphan", "--for=condition=Ready", "--timeout=60s")
+        third.kubectl("wait", "pod/orphan", "--for=condition=Ready", "--timeout=180s")
         pid = third.hollow.pid("default", "orphan", "main")
         kubelet = third.processes()["hollow-kubelet"]
         assert kubelet is not None

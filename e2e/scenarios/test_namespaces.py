@@ -54,7 +54,7 @@ def tenants(cluster: LocalCluster, tmp_path: Path) -> Iterator[list[Tenant]]:
             names.append(name)
             cluster.kubectl("create", "namespace", name)
             for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-                cluster.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=60s")
+                cluster.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=180s")
         kubeconfig = tmp_path / f"tenant-{number}.kubeconfig"
         cluster.install_chart(release, release, kubeconfig, watchNamespaces="{" + ",".join(served) + "}")
         found.append(Tenant(cluster, release, served, kubeconfig))

@@ -115,7 +115,7 @@ def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
         shows(prometheus, stage, timings["stageMs"] / 1000)
         queries_of_dashboards_work(prometheus, fleet)
         # Waited for: a scrape that a busy machine missed looks like an operator that is gone.
-        wait_until(lambda: "RlfleetNoLeader" not in prometheus.firing(), "the leader to be seen", 60)
+        wait_until(lambda: "RlfleetNoLeader" not in prometheus.firing(), "the leader to be seen")
         name, uid = done["metadata"]["name"], done["metadata"]["uid"]
         commands_of_runbooks_work(cluster, fleet, name)
         # The trainer dies: Prometheus tells.
@@ -127,11 +127,11 @@ def test_a_round_is_seen_by_prometheus_the_log_and_the_ledger(
             60,
         )
         # Series go with their object.
-        cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--wait=true", "--timeout=60s")
+        cluster.kubectl("delete", "sr", name, "-n", fleet.namespace, "--wait=true", "--timeout=180s")
         cluster.kubectl("delete", "epool", "e", "-n", fleet.namespace, "--wait=true", "--timeout=120s")
         cluster.kubectl("delete", "rlp", "p", "-n", fleet.namespace, "--wait=true", "--timeout=120s")
         gone = f'{{job="operator",namespace="{fleet.namespace}"}}'
-        wait_until(lambda: not prometheus.query(gone), "the series to go with their objects", 60)
+        wait_until(lambda: not prometheus.query(gone), "the series to go with their objects")
     # The round object is gone; the ledger has all of its status.
     (row,) = [x for x in lines(operator) if x.get("event") == "RoundLedger" and x["roundUID"] == uid]
     assert row["status"] == status
@@ -160,7 +160,7 @@ def shows(prometheus: Prometheus, expression: str, value: float) -> None:
     def look() -> bool:
         return [float(s["value"][1]) for s in prometheus.query(expression)] == [value]
 
-    wait_until(look, f"{expression} to be {value}; it is {prometheus.query(expression)}", 60)
+    wait_until(look, f"{expression} to be {value}; it is {prometheus.query(expression)}")
 
 
 #: Panels without data in a fleet in which nothing is wrong, no round runs, and no trainer reports progress or samples.
@@ -191,7 +191,7 @@ def queries_of_dashboards_work(prometheus: Prometheus, fleet: Fleet) -> None:
                         found.add(panel.title)
         return found
 
-    wait_until(lambda: silent() <= EMPTY, f"data in every panel; empty: {sorted(silent() - EMPTY)}", 60, every=1.0)
+    wait_until(lambda: silent() <= EMPTY, f"data in every panel; empty: {sorted(silent() - EMPTY)}", every=1.0)
 
 
 #: Panels of gates and senders.

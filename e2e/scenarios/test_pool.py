@@ -187,7 +187,7 @@ def test_pool_goes_with_its_pods(fleet: Fleet) -> None:
     fleet.pipeline()
     fleet.pool(2)
     fleet.ready_engines(2)
-    fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace, "--timeout=60s")
+    fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace, "--timeout=180s")
     wait_until(lambda: not fleet.engines(), "the pods to be collected")
 
 
@@ -241,7 +241,7 @@ def test_scaling_down_drains_routed_engines_and_deletion_leaves_no_entry(fleet: 
         stop.set()
         client.join()
     assert set(answers) == {200}, "an engine left with requests inside, or while the router still listed it"
-    fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace, "--timeout=60s")
+    fleet.cluster.kubectl("delete", "enginepool", "e", "-n", fleet.namespace, "--timeout=180s")
     assert router.listed() == set()
 
 

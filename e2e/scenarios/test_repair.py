@@ -102,7 +102,7 @@ def stand(cluster: LocalCluster, operator: Operator) -> Iterator[Stand]:
     namespace = f"t-{uuid.uuid4().hex[:10]}"
     cluster.kubectl("create", "namespace", namespace)
     for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-        cluster.kubectl("wait", "--for=create", thing, f"--namespace={namespace}", "--timeout=60s")
+        cluster.kubectl("wait", "--for=create", thing, f"--namespace={namespace}", "--timeout=180s")
     fleet = Fleet(cluster, namespace)
     sync = {"onFailure": "Hold", "deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 60}}
     router, pods = routed_fleet(fleet, 2, sync=sync)
@@ -249,7 +249,7 @@ def test_a_refresh_goes_before_a_repair(stand: Stand) -> None:
         stand.by_hand(victim, "/pause_generation", {"mode": "retract"})
         stand.claimed("Repair")
         fleet.publish(stand.version)
-        wait_until(lambda: "repair gives way" in stand.operator.log.read_text(), "the repair to give way", 60)
+        wait_until(lambda: "repair gives way" in stand.operator.log.read_text(), "the repair to give way")
         assert fleet.paused(victim), "the repair touched an engine first"
     finally:
         fleet.cluster.hollow.thaw(fleet.namespace, silent["metadata"]["name"], "gate")

@@ -207,6 +207,7 @@ def test_a_gate_killed_while_idle_keeps_engine_and_fence(fleet: Fleet, cluster: 
     assert [fleet.label(p) for p in pods] == ["1", "1"]
 
 
+@pytest.mark.slow  # the next test, with Hold, has this fleet with its time spent
 def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalCluster) -> None:
     """A frozen gate within maxUnavailable: the round may go on, but not commit until that engine is fenced or gone."""
     pods = serialized_fleet(
@@ -245,17 +246,21 @@ def test_holding_has_an_exit_when_its_time_is_spent(
     name = fleet.order(1)
     if on_failure == "Hold":
         # Nobody is deleted: a person is asked, by name, and may mend it.
-        wait_until(lambda: reason(fleet, name) == "HoldingNeedsAction", "the round to ask for a person", 60)
+        wait_until(lambda: reason(fleet, name) == "HoldingNeedsAction", "the round to ask for a person")
+        said = next(c for c in fleet.status("syncround", name)["conditions"] if c["type"] == "Progressing")
+        assert silent in said["message"]
         assert silent in names(fleet.engines())
         assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
+        assert fleet.paused(pods[1]), "version 1 is not committed: nobody may serve it"
         # It looks again and again, and writes nothing as long as it sees nothing new.
         before, looks = versions(fleet, name), lists_of_rounds(operator)
-        wait_until(lambda: lists_of_rounds(operator) >= looks + 2, "two more looks at the world", 60)
+        wait_until(lambda: lists_of_rounds(operator) >= looks + 2, "two more looks at the world")
         assert versions(fleet, name) == before
         cluster.hollow.thaw(fleet.namespace, silent, "gate")
     done = fleet.ended(name)
     assert done["status"]["phase"] == "Succeeded", done["status"]
-    assert fleet.label(pods[1]) == "1"
+    assert fleet.status("rlpipeline", "p")["committed"]["version"] == 1
+    assert (fleet.label(pods[1]), fleet.paused(pods[1])) == ("1", False)
     if on_failure == "Replace":
         wait_until(lambda: silent not in names(fleet.engines()), "the silent engine to be replaced")
 

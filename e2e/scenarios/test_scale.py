@@ -47,7 +47,7 @@ def test_a_64_engine_pool_syncs(
     try:
         wide.kubectl("create", "namespace", "wide")
         for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-            wide.kubectl("wait", "--for=create", thing, "-n", "wide", "--timeout=60s")
+            wide.kubectl("wait", "--for=create", thing, "-n", "wide", "--timeout=180s")
         fleet = Fleet(wide, "wide")
         fleet.pipeline(sync={"deadlines": {"pendingSeconds": 120, "stagingSeconds": 120, "pausedSeconds": 120}})
         began = time.monotonic()

@@ -125,31 +125,32 @@ def test_weights_that_do_not_fit_stream_in_buckets_beside_a_broadcast(fleet: Fle
 
 
 @pytest.mark.parametrize(
-    ("mode", "devices", "reason", "valid"),
+    ("devices", "modes", "reason", "valid"),
     [
-        ("Broadcast", TRAIN, "EnginesOnTrainDevices", "False"),
-        ("Auto", [], "TopologyUnknown", "Unknown"),
-        ("Broadcast", [], "TopologyUnknown", "Unknown"),
+        (TRAIN, ("Broadcast",), "EnginesOnTrainDevices", "False"),
+        ([], ("Auto", "Broadcast"), "TopologyUnknown", "Unknown"),
     ],
 )
 def test_impossible_transports_are_refused_and_touch_nothing(
-    fleet: Fleet, mode: str, devices: list[str], reason: str, valid: str
+    fleet: Fleet, devices: list[str], modes: tuple[str, ...], reason: str, valid: str
 ) -> None:
     pipeline(fleet, "CPUSerialize")
     placement = pinned(devices) if devices else {"mode": "Scheduler"}
     fleet.pool(1, placement=placement)
     fleet.trainer()
     pod = fleet.ready_engines(1)[0]
-    pipeline(fleet, mode)
     before = fleet.checksum(pod)
-    done = fleet.sync(-1)
-    failure = done["status"]["failure"]
-    assert (failure["stage"], failure["reason"]) == ("Planned", reason)
-    assert fleet.checksum(pod) == before
-    assert fleet.label(pod) == "default"
-    wait_until(
-        lambda: condition(fleet.get("rlpipeline", "p"), "TopologyValid") == valid, "the pipeline to say so as well"
-    )
+    fleet.publish(-1)
+    for attempt, mode in enumerate(modes, 1):
+        pipeline(fleet, mode)
+        done = fleet.ended(fleet.order(-1, attempt))
+        failure = done["status"]["failure"]
+        assert (failure["stage"], failure["reason"]) == ("Planned", reason), mode
+        assert fleet.checksum(pod) == before
+        assert fleet.label(pod) == "default"
+        wait_until(
+            lambda: condition(fleet.get("rlpipeline", "p"), "TopologyValid") == valid, "the pipeline to say so as well"
+        )
 
 
 def test_mixed_is_refused_where_it_cannot_mix(fleet: Fleet) -> None:

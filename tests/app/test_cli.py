@@ -152,7 +152,7 @@ def test_gate_command_loads_no_operator_code() -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RLFLEET_")}
     env["PYTHONPATH"] = f"{ROOT / 'operator'}:{ROOT}"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -172,7 +172,7 @@ def test_the_extra_is_asked_for_where_it_is_needed_only(missing: str, words: lis
     )
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == code, done.stderr
     assert says in done.stderr
@@ -187,7 +187,7 @@ def test_a_taken_address_for_probes_ends_the_operator_with_one_line() -> None:
             env={**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
     output = done.stdout + done.stderr

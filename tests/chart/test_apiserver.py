@@ -23,7 +23,7 @@ def monitored(cluster: LocalCluster) -> Iterator[LocalCluster]:
     """The cluster with the namespaces that the variants name, and Prometheus Operator's CRDs."""
     crds = [word for file in crd_files() for word in ("-f", str(file))]
     cluster.kubectl("apply", "--server-side", *crds)
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=60s", *crds)
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=180s", *crds)
     for name in ("team-a", "team-b"):
         cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     yield cluster

@@ -43,7 +43,7 @@ def bare(tmp_path: Path) -> Iterator[LocalCluster]:
                 }
             )
             for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-                started.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=60s")
+                started.kubectl("wait", "--for=create", thing, f"--namespace={name}", "--timeout=180s")
         yield started
 
 
@@ -175,7 +175,7 @@ def test_install_test_upgrade_uninstall(bare: LocalCluster, tmp_path: Path) -> N
     release.uninstall()
     release.gone()
     assert finalizers(bare, "team-a") == []
-    bare.kubectl("delete", "epool/e", "rlp/p", "--namespace=team-a", "--timeout=30s")
+    bare.kubectl("delete", "epool/e", "rlp/p", "--namespace=team-a", "--timeout=180s")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ DIGEST = "sha256:" + "a" * 64
 OTHER = "sha256:" + "b" * 64
 KEY = "A" * 43 + "="
 INCARNATION = "trainer-1"
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class Fleet:

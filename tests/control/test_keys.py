@@ -22,7 +22,7 @@ async def test_operators_that_start_together_share_one_key(cluster: LocalCluster
         assert len({k.current.kid for k in several}) == 1
         again = await SigningKeys.load(kube, namespace)
         assert again.public_text() == several[0].public_text()
-        secret = await kube.get(SECRETS, namespace, SECRET_NAME, timeout=10)
+        secret = await kube.get(SECRETS, namespace, SECRET_NAME, timeout=60)
         assert next(iter(again.public_text().values())) not in base64.b64decode(
             next(iter(secret["data"].values()))
         ).decode("latin1")
@@ -32,7 +32,7 @@ async def test_operators_that_start_together_share_one_key(cluster: LocalCluster
 async def test_secret_without_a_usable_key_is_refused_by_name(cluster: LocalCluster, namespace: str) -> None:
     async with KubeClient(credential_source(str(cluster.kubeconfig))) as kube:
         body = {"metadata": {"name": SECRET_NAME}, "stringData": {"other": "x"}}
-        await kube.create(SECRETS, namespace, body, timeout=10)
+        await kube.create(SECRETS, namespace, body, timeout=60)
         with pytest.raises(SigningKeyError, match=SECRET_NAME):
             await SigningKeys.load(kube, namespace)
 

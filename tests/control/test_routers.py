@@ -157,7 +157,7 @@ async def engine() -> AsyncIterator[str]:
 
 async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: Router, engine: str) -> None:
     adapter = make_router("SGLangRouter", router.url)
-    await adapter.add(engine, seconds=10)
+    await adapter.add(engine, seconds=60)
     host = address()
     silent = RouterEndpoint(name="silent", type=RouterType.SGLANG_ROUTER, url=f"http://{host}:{free_port(host)}")
     real = RouterEndpoint(name="real", type=RouterType.SGLANG_ROUTER, url=router.url)
@@ -166,7 +166,7 @@ async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: 
         found = await clients.remove([real, silent], engine)
         assert found[real.url] is None
         assert "silent" in (found[silent.url] or ""), "no answer is not removed"
-        assert not await adapter.lists(engine, 5)
+        assert not await adapter.lists(engine, 60)
         assert (await clients.remove([real], engine))[real.url] is None, "absent counts as removed"
     finally:
         await clients.close()
@@ -191,7 +191,7 @@ async def test_an_entry_of_a_dead_engine_goes_unless_it_is_a_living_ones(
 ) -> None:
     """An adopted engine of another pool got the address: with the same router the entry is its own, else a stray."""
     adapter = make_router("SGLangRouter", router.url)
-    await adapter.add(engine, seconds=10)
+    await adapter.add(engine, seconds=60)
     ip = engine.removeprefix("http://").rpartition(":")[0]
     adopt = {"adopt": {"selector": {"matchLabels": {"app": "engines"}}}}
     elsewhere = router.url if shared else "http://127.0.0.1:1"
@@ -217,7 +217,7 @@ async def test_an_entry_of_a_dead_engine_goes_unless_it_is_a_living_ones(
             await unroute(ctx, mine, [dead], resolve(mine, seen), clients, memory, fence=1, out=out)  # type: ignore[arg-type]
         assert out.problems == []
         assert unrouted(memory, resolve(mine, seen), fence=1) == {"dead"}, "there is nothing more to do for it"
-        assert await adapter.lists(engine, 5) is stays
+        assert await adapter.lists(engine, 60) is stays
     finally:
         await clients.close()
         await adapter.close()

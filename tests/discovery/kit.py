@@ -56,7 +56,7 @@ class Site:
 
     async def until(self, results: list[str]) -> None:
         """Wait until requests ended like this."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while sorted(self.results) != sorted(results):
                 await asyncio.sleep(0.01)
 

@@ -29,7 +29,7 @@ KINDS = {
     "syncrounds": f"{_OURS}/syncrounds",
     "pods": "/api/v1/pods",
 }
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 #: Transports close in the turns of the loop after they were told to.
 _CLOSE_SECONDS = 0.1
 _PAUSE_SECONDS = 0.2

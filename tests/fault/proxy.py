@@ -34,7 +34,7 @@ from tests.fault.stale import Snapshot
 __all__ = ["RETRY_AFTER_SECONDS", "Fault", "FaultProxy", "Rule", "Watching", "at", "nothing", "of_record"]
 
 RETRY_AFTER_SECONDS = 1
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 #: Transports close in the turns of the loop after they were told to.
 _CLOSE_SECONDS = 0.1
 #: A call that hangs at its server is given up then; its client has given up long before.

@@ -285,7 +285,7 @@ class Soak:
 
     def _again(self, pod: str, make: Callable[[], None]) -> None:
         """A new pod under the name of one that ended."""
-        flags = ("--force", "--grace-period=0", "--timeout=60s", "--ignore-not-found")
+        flags = ("--force", "--grace-period=0", "--timeout=180s", "--ignore-not-found")
         self.cluster.kubectl("delete", "pod", pod, "-n", self.stand.namespace, *flags)
         self._behind.append(make)
         make()

@@ -137,7 +137,7 @@ class Stand:
         cluster.kubectl("create", "namespace", self.namespace)
         self._stack.callback(self._clean_up)
         for thing in ("serviceaccount/default", "configmap/kube-root-ca.crt"):
-            cluster.kubectl("wait", "--for=create", thing, f"--namespace={self.namespace}", "--timeout=60s")
+            cluster.kubectl("wait", "--for=create", thing, f"--namespace={self.namespace}", "--timeout=180s")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.recorder = Recorder(
             cluster.kubeconfig, self.journal, keep=self.keep, wanted=lambda namespace: namespace == self.namespace

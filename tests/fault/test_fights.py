@@ -102,7 +102,7 @@ def test_a_second_writer(stand: Stand, fight: Callable[[Stand], None]) -> None:
 def test_a_pool_that_is_deleted_and_made_anew_is_another_one(stand: Stand) -> None:
     old = {p["metadata"]["uid"] for p in stand.fleet.engines()}
     uid = stand.fleet.get("enginepool", "e")["metadata"]["uid"]
-    stand.cluster.kubectl("delete", "enginepool", "e", "-n", stand.namespace, "--timeout=90s")
+    stand.cluster.kubectl("delete", "enginepool", "e", "-n", stand.namespace, "--timeout=180s")
     stand.fleet.pool(stand.engines)
     assert stand.fleet.get("enginepool", "e")["metadata"]["uid"] != uid
 

@@ -24,12 +24,12 @@ def test_a_process_has_its_own_arguments_environment_folder_and_log(nursery: Nur
     log = tmp_path / "log"
     wrong = {**os.environ, "RLFLEET_LEASE_SECONDS": "none"}
     child = nursery.fork(["operator"], wrong, str(tmp_path), str(log))
-    assert child.wait(60) == 2
+    assert child.wait(120) == 2
     assert child.poll() == 2
     child.kill()
     assert "RLFLEET_LEASE_SECONDS" in log.read_text()
     again = nursery.fork(["version"], dict(os.environ), str(tmp_path), str(log))
-    assert again.wait(60) == 0
+    assert again.wait(120) == 0
     assert len(log.read_text().splitlines()[-1].split(".")) == 3
     assert "RLFLEET_LEASE_SECONDS" not in os.environ
 
@@ -50,10 +50,10 @@ def test_a_process_is_killed_stopped_and_never_outlives_its_nursery(tmp_path: Pa
     with Nursery() as nursery:
         one, other = (nursery.fork(["version"], dict(os.environ), str(tmp_path), str(log)) for _ in range(2))
         one.send_signal(signal.SIGSTOP)
-        wait_until(lambda: state(one.pid) == "T", "one of them to be stopped", 60)
+        wait_until(lambda: state(one.pid) == "T", "one of them to be stopped")
         one.kill()
-        assert one.wait(60) == -signal.SIGKILL
+        assert one.wait(120) == -signal.SIGKILL
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.01)
         assert other.poll() is None
-    wait_until(lambda: gone(other.pid), "the other one to end with its nursery", 60)
+    wait_until(lambda: gone(other.pid), "the other one to end with its nursery")

@@ -119,7 +119,7 @@ def test_a_round_that_is_deleted_ends_first(fleet: Fleet, cluster: LocalCluster,
     pods = serialized_fleet(fleet, 1, sync=paused_seconds(100))
     fleet.fault(pods[0], DISK, action="delay", seconds=2, times=1, when="before")
     name = started(fleet, 1, phase, bulk=64 if phase == "Staging" else 0)
-    cluster.kubectl("delete", "syncround", name, "-n", fleet.namespace, "--timeout=60s")
+    cluster.kubectl("delete", "syncround", name, "-n", fleet.namespace, "--timeout=180s")
     status = fleet.status("rlpipeline", "p")
     assert status.get("activeOperation") is None
     assert fleet.label(pods[0]) == str(status["committed"]["version"])
@@ -131,8 +131,8 @@ def test_a_pipeline_deleted_in_a_round_leaves_no_round_behind(fleet: Fleet, clus
     pods = serialized_fleet(fleet, 1)
     fleet.fault(pods[0], DISK, action="delay", seconds=2, times=1, when="before")
     started(fleet, 1, "Transferring")
-    cluster.kubectl("delete", "rlpipeline", "p", "-n", fleet.namespace, "--timeout=60s")
-    wait_until(lambda: gone(fleet, "syncrounds"), "all rounds to be gone", 60)
+    cluster.kubectl("delete", "rlpipeline", "p", "-n", fleet.namespace, "--timeout=180s")
+    wait_until(lambda: gone(fleet, "syncrounds"), "all rounds to be gone")
 
 
 def test_two_operators_at_once_harm_nobody(

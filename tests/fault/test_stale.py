@@ -76,7 +76,7 @@ def test_streams_that_went_deaf_are_left_after_a_while(stand: Stand) -> None:
         "a new pod",
         240,
     )
-    stand.cluster.kubectl("delete", "enginepool", "f", "-n", stand.namespace, "--timeout=90s")
+    stand.cluster.kubectl("delete", "enginepool", "f", "-n", stand.namespace, "--timeout=180s")
     stand.fleet.ready_engines(stand.engines)
     well(stand)
 
@@ -155,7 +155,7 @@ async def test_a_list_whose_history_is_compacted_between_two_pages_is_whole(stan
     with FaultProxy(stand.cluster.kubeconfig, stand.folder, name="pages") as proxy:
         proxy.strike(rule)
         async with KubeClient(credential_source(str(proxy.kubeconfig))) as kube:
-            found = await kube.list(CONFIGMAPS, stand.namespace, page=2, timeout=10)
+            found = await kube.list(CONFIGMAPS, stand.namespace, page=2, timeout=60)
     assert rule.struck == 1
     listed = [o["metadata"]["name"] for o in found.items]
     assert sorted(n for n in listed if n in names) == names

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = Ed25519PrivateKey.generate()
 OTHER_KEY = Ed25519PrivateKey.generate()
 KID = "k1"
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def public(key: Ed25519PrivateKey) -> str:
@@ -82,10 +82,10 @@ class Process:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
         try:
-            return self.popen.wait(timeout=20)
+            return self.popen.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             self.popen.kill()
-            return self.popen.wait(timeout=20)
+            return self.popen.wait(timeout=SECONDS)
 
     def alive(self) -> None:
         if self.popen.poll() is not None:
@@ -100,7 +100,7 @@ class Engine:
         self.url = f"http://{self.host}:30000"
         argv = [sys.executable, "-m", "e2e.sim.engine", "--host", self.host, "--port", "30000", "--backend", backend]
         self.process = Process("engine", directory, [*argv, *arguments], env)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
 
     def up(self) -> Engine:
         def ready() -> bool:
@@ -163,7 +163,7 @@ class Router:
         self.metrics = f"http://{self.host}:{self.metrics_port}"
         self._directory = directory
         self._arguments = arguments
-        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
         self.process: Process | None = None
 
     def start(self) -> Router:
@@ -282,7 +282,7 @@ class Gate:
             "RLFLEET_ROUTER_QUIET_SECONDS": "0.5",
             **env,
         }
-        self.http = httpx.Client(base_url=self.url, timeout=40)
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
         self.process: Process | None = None
 
     # ------------------------------------------------------------------------------------------ process
@@ -394,12 +394,16 @@ class Operator:
     def start(self, kind: str, **order: Any) -> httpx.Response:
         return self.post(self.body(kind, **order))
 
-    def wait(self, op_id: str, seconds: float = 30) -> dict[str, Any]:
-        url = f"/v1/operations/{op_id}?waitSeconds={seconds}"
-        answer = self.gate.http.get(url, headers=self.headers(Scope.READ))
-        assert answer.status_code == 200, answer.text
-        body: dict[str, Any] = answer.json()
-        return body
+    def wait(self, op_id: str, seconds: float | None = None) -> dict[str, Any]:
+        """The record of an operation after ``seconds``, or when it has ended; None: when it has ended."""
+        deadline = time.monotonic() + SECONDS
+        url = f"/v1/operations/{op_id}?waitSeconds={30 if seconds is None else seconds}"
+        while True:
+            answer = self.gate.http.get(url, headers=self.headers(Scope.READ))
+            assert answer.status_code == 200, answer.text
+            body: dict[str, Any] = answer.json()
+            if seconds is not None or body["state"] != "Running" or time.monotonic() > deadline:
+                return body
 
     def run(self, kind: str, **order: Any) -> dict[str, Any]:
         """Start an operation and wait for its end, whatever that is."""

@@ -81,7 +81,7 @@ def test_the_program_says_what_to_set(given: dict[str, str], said: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 2

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from e2e.sim.device import ledger, nvml
-from tests.gate.kit import Engine, Gate, Operator, Router, Weights, router_entry, until
+from tests.gate.kit import SECONDS, Engine, Gate, Operator, Router, Weights, router_entry, until
 from tests.gate.test_crash import kill_inside, mark_running
 
 GIB = 2**30
@@ -265,7 +265,7 @@ def test_no_yes_leaves_one_tag_unknown_and_the_gate_uncertain(
 def test_an_engine_that_dies_in_a_release_leaves_it_unknown(operator: Operator, engine: Engine) -> None:
     engine.faults(release_memory_occupation={"action": "die"})
     assert operator.run("Release")["state"] == "Unknown"
-    assert engine.process.popen.wait(timeout=20) == -signal.SIGKILL
+    assert engine.process.popen.wait(timeout=SECONDS) == -signal.SIGKILL
 
 
 # ------------------------------------------------------------------------------------------ the device
@@ -294,7 +294,7 @@ def test_running_out_of_memory_in_a_wake_ends_the_engine(
     fault(node, nvmlDeviceGetMemoryInfo=15)
     neighbour.add(70 * GIB)
     assert operator.run("Wake")["state"] == "Unknown"
-    assert engine.process.popen.wait(timeout=20) == 1
+    assert engine.process.popen.wait(timeout=SECONDS) == 1
     assert "out of memory" in engine.process.log.read_text()
     neighbour.add(-70 * GIB)
 

@@ -91,7 +91,7 @@ def test_wrong_lengths_are_refused(operator: Operator, gate: Gate, weights: Weig
 
 
 def raw_put(operator: Operator, path: str, length: int, body: bytes, *extra: str) -> socket.socket:
-    connection = socket.create_connection((operator.gate.host, 9440), timeout=20)
+    connection = socket.create_connection((operator.gate.host, 9440), timeout=60)
     lines = [
         f"PUT {path} HTTP/1.1",
         "Host: gate",

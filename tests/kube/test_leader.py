@@ -80,7 +80,7 @@ async def candidate(client: KubeClient, namespace: str, name: str, timing: Timin
         await one.stop()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -92,7 +92,7 @@ async def lease(kube: KubeClient, namespace: str) -> dict[str, Any]:
 
 async def rewrite(kube: KubeClient, namespace: str, change: Callable[[dict[str, Any]], None]) -> None:
     """A stranger changes the Lease, as often as it takes against the holder's renewals."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             obj = await lease(kube, namespace)
             change(obj)
@@ -110,7 +110,7 @@ async def test_of_several_that_start_together_one_leads(kube: KubeClient, namesp
         made = await lease(kube, namespace)
         for _ in range(3):  # the other one has looked and stood by while renewals went on
             before = (await lease(kube, namespace))["spec"]["renewTime"]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while (now := await lease(kube, namespace))["spec"]["renewTime"] == before:
                     await asyncio.sleep(0.02)
             assert now["spec"]["holderIdentity"] == first.name
@@ -158,7 +158,7 @@ async def test_a_leader_that_cannot_renew_stops_before_it_ends(
         async with candidate(kube, namespace, "b") as b:
             await until(lambda: not a.leads)
             assert not b.leads, "mutations stop before anybody else may lead"
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await a.running
             await until(lambda: b.leads)
             a.guard.lead(float("inf"))
@@ -176,7 +176,7 @@ async def test_renewals_whose_answers_are_lost_keep_the_term(
             proxy.mode = Mode.CUT
             await until(lambda seen=failures: a.seen.failures > seen)
             proxy.mode = Mode.PASS
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while (await lease(kube, namespace))["spec"]["renewTime"] == before:
                     await asyncio.sleep(0.02)
         assert a.leads
@@ -214,7 +214,7 @@ async def test_a_leader_whose_lease_is_meddled_with_ends(kube: KubeClient, names
                 "counted back": {"leaseTransitions": 7},
             }[how]
             await rewrite(kube, namespace, lambda obj: obj["spec"].update(change))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await a.running
         assert not a.leads
 
@@ -224,7 +224,7 @@ async def test_a_note_on_the_lease_changes_nothing(kube: KubeClient, namespace: 
         await until(lambda: a.leads)
         await rewrite(kube, namespace, lambda obj: obj["metadata"].update(annotations={"who": "was here"}))
         noted = (await lease(kube, namespace))["spec"]["renewTime"]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (now := await lease(kube, namespace))["spec"]["renewTime"] == noted:
                 await asyncio.sleep(0.02)
         assert a.leads
@@ -236,7 +236,7 @@ async def test_a_lease_made_anew_goes_on_counting(kube: KubeClient, namespace: s
         await until(lambda: a.leads or b.leads)
         first, second = (a, b) if a.leads else (b, a)
         await rewrite(kube, namespace, lambda obj: obj["spec"].update(leaseTransitions=41, holderIdentity="x"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await first.running
         await until(lambda: second.seen.transitions == 41)
         uid = (await lease(kube, namespace))["metadata"]["uid"]

@@ -19,10 +19,10 @@ from tests.kube.proxy import Mode, Proxy
 
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
-T = 10.0
+T = 60.0
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait until ``condition()`` holds."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 async def running(view: Reflector) -> AsyncIterator[None]:
     task = asyncio.create_task(view.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await view.wait_synced()
         yield
     finally:

@@ -33,7 +33,7 @@ async def adapter(router: Router) -> AsyncIterator[RouterAdapter]:
     made = make_router(router.kind, router.url + "/")
     yield made
     for url in await listed(router):
-        await made.remove(url, seconds=30)
+        await made.remove(url, seconds=60)
     await made.close()
 
 
@@ -117,33 +117,33 @@ async def test_add_ends_when_listed_and_remove_when_unlisted(
     adapter: RouterAdapter, router: Router, worker: Worker
 ) -> None:
     assert await adapter.look(worker.url, 5) == Entry(listed=False)
-    await adapter.add(worker.url, seconds=20)
+    await adapter.add(worker.url, seconds=60)
     assert worker.url in await listed(router)
     assert await adapter.look(worker.url, 5) == Entry(listed=True)
-    await adapter.remove(worker.url, seconds=10)
+    await adapter.remove(worker.url, seconds=60)
     assert worker.url not in await listed(router)
 
 
 async def test_both_are_idempotent_and_may_follow_each_other_at_once(
     adapter: RouterAdapter, router: Router, worker: Worker
 ) -> None:
-    await adapter.remove(worker.url, seconds=10)
+    await adapter.remove(worker.url, seconds=60)
     for _ in range(3):
-        await adapter.add(worker.url, seconds=20)
+        await adapter.add(worker.url, seconds=60)
         calls = worker.health_calls
-        await adapter.add(worker.url + "/", seconds=20)
+        await adapter.add(worker.url + "/", seconds=60)
         assert worker.health_calls == calls, "an addition of what is listed asks for nothing"
         assert (await listed(router)).count(worker.url) == 1
-        await adapter.remove(worker.url, seconds=10)
-        await adapter.remove(worker.url, seconds=10)
+        await adapter.remove(worker.url, seconds=60)
+        await adapter.remove(worker.url, seconds=60)
 
 
 async def test_additions_at_the_same_time_all_end_well(adapter: RouterAdapter, router: Router, worker: Worker) -> None:
     other = make_router(router.kind, router.url)
     worker.delay = 0.3
-    await asyncio.gather(*(a.add(worker.url, seconds=20) for a in (adapter, other, adapter)))
+    await asyncio.gather(*(a.add(worker.url, seconds=60) for a in (adapter, other, adapter)))
     assert (await listed(router)).count(worker.url) == 1
-    await asyncio.gather(*(a.remove(worker.url, seconds=10) for a in (adapter, other, adapter)))
+    await asyncio.gather(*(a.remove(worker.url, seconds=60) for a in (adapter, other, adapter)))
     assert worker.url not in await listed(router)
     await other.close()
 
@@ -157,13 +157,13 @@ async def test_every_spelling_is_found_and_removed(adapter: RouterAdapter, route
         return spellings <= set(await listed(router))
 
     await seen("both spellings in the list", both)
-    await adapter.remove(worker.url.upper().replace("HTTP", "http"), seconds=30)
+    await adapter.remove(worker.url.upper().replace("HTTP", "http"), seconds=60)
     assert not spellings & set(await listed(router))
 
 
 async def test_add_waits_for_the_routers_own_job(adapter: RouterAdapter, router: Router, worker: Worker) -> None:
     worker.delay = 1.0
-    task = asyncio.create_task(adapter.add(worker.url, seconds=30))
+    task = asyncio.create_task(adapter.add(worker.url, seconds=60))
 
     async def asked() -> bool:
         return worker.health_calls > 0
@@ -180,11 +180,11 @@ async def test_an_engine_that_does_not_answer_is_not_listed_and_its_failure_is_n
 ) -> None:
     worker = Worker()
     with pytest.raises(Refused, match="job failed"):
-        await adapter.add(worker.url, seconds=30)
+        await adapter.add(worker.url, seconds=60)
     assert worker.url not in await listed(router)
     runner = await worker.start()
     try:
-        await adapter.add(worker.url, seconds=30)
+        await adapter.add(worker.url, seconds=60)
         assert worker.url in await listed(router)
     finally:
         await runner.cleanup()
@@ -194,11 +194,11 @@ async def test_another_workers_entry_is_left_alone(
     adapter: RouterAdapter, router: Router, make_worker: MakeWorker
 ) -> None:
     one, other = await make_worker(), await make_worker()
-    await adapter.add(one.url, seconds=20)
-    await adapter.add(other.url, seconds=20)
-    await adapter.remove(one.url, seconds=10)
+    await adapter.add(one.url, seconds=60)
+    await adapter.add(other.url, seconds=60)
+    await adapter.remove(one.url, seconds=60)
     assert await listed(router) == [other.url]
-    await adapter.remove(other.url, seconds=10)
+    await adapter.remove(other.url, seconds=60)
     # No worker is legal, and a client hears of it at once or after the retries that the manifest allows.
     answer = await ask(router)
     assert answer.status_code == {"SGLangRouter": 503, "SMG": 404, "VLLMRouter": 503}[router.kind], answer.text
@@ -208,7 +208,7 @@ async def test_requests_in_flight_end_well_and_new_ones_go_elsewhere(
     adapter: RouterAdapter, router: Router, make_worker: MakeWorker
 ) -> None:
     one, other = await make_worker(), await make_worker()
-    await adapter.add(one.url, seconds=20)
+    await adapter.add(one.url, seconds=60)
     one.hold.clear()
     flying = [asyncio.create_task(ask(router)) for _ in range(3)]
 
@@ -216,14 +216,14 @@ async def test_requests_in_flight_end_well_and_new_ones_go_elsewhere(
         return one.served == 3
 
     await seen("three requests at the engine", there)
-    await adapter.add(other.url, seconds=20)
-    await adapter.remove(one.url, seconds=10)
+    await adapter.add(other.url, seconds=60)
+    await adapter.remove(one.url, seconds=60)
     for _ in range(6):
         assert (await ask(router)).json() == {"served": other.url}
     one.hold.set()
     assert [(r.status_code, r.json()) for r in await asyncio.gather(*flying)] == [(200, {"served": one.url})] * 3
     assert one.served == 3
-    await adapter.remove(other.url, seconds=10)
+    await adapter.remove(other.url, seconds=60)
 
 
 async def test_no_router_raises_instead_of_looking_empty(router: Router) -> None:
@@ -266,7 +266,7 @@ async def test_an_engine_that_the_router_holds_for_ill_is_listed_and_shunned(
 
     try:
         await asyncio.to_thread(router.start)
-        await adapter.add(worker.url, seconds=20)
+        await adapter.add(worker.url, seconds=60)
         worker.healthy = False
         await seen("shunned", lambda: health("its health check says"))
         assert await adapter.lists(worker.url, 5), "it is listed all the same"
@@ -291,7 +291,7 @@ async def test_an_open_circuit_breaker_is_seen_where_the_metrics_are_known(
     adapter = make_router(kind, router.url, router.metrics)
     try:
         await asyncio.to_thread(router.start)
-        await adapter.add(worker.url, seconds=20)
+        await adapter.add(worker.url, seconds=60)
         worker.status = 500
         while (await ask(router)).status_code == 500:
             pass
@@ -324,7 +324,7 @@ async def test_a_request_that_comes_while_no_engine_is_listed(kind: str, tmp_pat
         # Time for it to come; where that was too short, this shows less, and nothing wrong.
         done, _ = await asyncio.wait({waiting}, timeout=0.5)
         assert not done
-        await adapter.add(worker.url, seconds=20)
+        await adapter.add(worker.url, seconds=60)
         assert (await waiting).json() == {"served": worker.url}
     finally:
         await adapter.close()
@@ -343,11 +343,11 @@ async def test_vllm_router_passes_unknown_paths_on_and_an_engine_with_a_key_refu
     try:
         await asyncio.to_thread(router.start)
         closed, bare = [await asyncio.to_thread(engine.up) for engine in engines]
-        await adapter.add(closed.url, seconds=20)
+        await adapter.add(closed.url, seconds=60)
         assert await pause() == 401
         assert closed.ready() == 200
-        await adapter.remove(closed.url, seconds=10)
-        await adapter.add(bare.url, seconds=20)
+        await adapter.remove(closed.url, seconds=60)
+        await adapter.add(bare.url, seconds=60)
         assert await pause() == 200
         assert bare.ready() == 503
     finally:
@@ -378,7 +378,7 @@ async def test_vllm_router_passes_unknown_paths_on_and_our_middleware_in_vllm_re
     adapter = make_router("VLLMRouter", router.url)
     try:
         await asyncio.to_thread(router.start)
-        await adapter.add(f"http://{host}:30000", seconds=20)
+        await adapter.add(f"http://{host}:30000", seconds=60)
         for path in ("/pause", "/resume", "/update_weights", "/collective_rpc", "/sleep?level=2"):
             answer = await asyncio.to_thread(router.http.post, path, json={})
             assert (answer.status_code, reached) == (401, []), path
@@ -411,11 +411,11 @@ async def test_smg_an_entry_that_drains_is_waited_for_and_never_deleted_twice(tm
         assert (await adapter.look(worker.url, 5)).shunned == "its health check says draining"
         with pytest.raises(NoAnswer, match="still listed"):
             await adapter.remove(worker.url, seconds=0.2)
-        await adapter.add(worker.url, seconds=30)
+        await adapter.add(worker.url, seconds=60)
         assert await adapter.look(worker.url, 5) == Entry(listed=True)
         # Ours drains for no time at all, not for the usual 5 s: there is nothing that could take a later entry away.
         await adapter.remove(worker.url, seconds=4)
-        await adapter.add(worker.url, seconds=30)
+        await adapter.add(worker.url, seconds=60)
         assert (await listed(router)) == [worker.url]
     finally:
         await adapter.close()

@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 POD_UID = "trainer-pod-uid"
 PIPELINE = "pipeline-uid"
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class Operator:

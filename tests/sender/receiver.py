@@ -14,7 +14,7 @@ from aiohttp import web
 from rlfleet.api import wire
 from rlfleet.api.manifest import Manifest
 
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 
 
 class Receiver:

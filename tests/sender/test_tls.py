@@ -59,7 +59,7 @@ def test_bytes_travel_only_to_a_gate_whose_certificate_is_believed(
     named = {"version": 4, "manifestDigest": manifest.digest}
     at_gate.ok("Prepare", transport="Serialized", totalBytes=manifest.total_bytes, **named)
     with pytest.raises(httpx.TransportError):
-        httpx.get(sender.url.replace("https:", "http:") + "/livez", timeout=10)
+        httpx.get(sender.url.replace("https:", "http:") + "/livez", timeout=60)
     at_sender = make_operator(sender)
     at_sender.http = believing(at_sender.http, folder)
     at_sender.key = kit.KEY

@@ -54,10 +54,10 @@ class Engine:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def wait_up(self) -> Engine:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log()
             try:
@@ -92,7 +92,7 @@ class Engine:
         loads: list[dict[str, int]] = self.http.get("/v1/loads").json()["loads"]
         return loads[0]
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"condition never held; engine says:\n{self.log()}"
@@ -103,7 +103,7 @@ class Engine:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

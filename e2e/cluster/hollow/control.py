@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SOCKET_NAME = "control.sock"
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 120.0
 
 
 class HollowError(Exception):
