@@ -162,7 +162,7 @@ def test_an_operator_whose_clock_is_an_hour_off_runs_rounds(
             # The load had not begun when its operator died; that, and no deadline, is why.
             assert done["status"]["failure"]["reason"] == "OperatorRestarted", done["status"]
         assert all_serve(fleet, pods, 1 if done["status"]["committed"] else -1)
-        assert 0 <= done["status"]["timings"]["pausedMs"] < 60_000
+        assert 0 <= done["status"]["timings"]["pausedMs"] < 600_000
         # What it dated itself is compared with what the apiserver dates.
         assert fleet.sync(2)["status"]["phase"] == "Succeeded"
         assert all_serve(fleet, pods, 2)

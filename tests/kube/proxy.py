@@ -26,6 +26,7 @@ class Proxy:
         self._scheme = parts.scheme
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
         self.mode = Mode.PASS
         self.swallowed = asyncio.Event()
 
@@ -40,13 +41,20 @@ class Proxy:
 
     async def stop(self) -> None:
         assert self._server is not None
+        self._stopped = True
         self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
+        # Connections are closed by the loop's next turns: of those aborted just now, and of those not yet begun.
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopped:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

@@ -31,7 +31,7 @@ from tests.kube.proxy import Mode, Proxy
 pytestmark = pytest.mark.cluster
 
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
-T = 10.0
+T = 60.0
 
 
 def configmap(name: str, **data: str) -> dict[str, Any]:
@@ -149,7 +149,11 @@ async def test_write_whose_answer_is_lost_is_unknown_and_may_have_happened(
         proxy.mode = mode
         with pytest.raises(Unknown):
             await proxied.create(CONFIGMAPS, namespace, configmap(name), timeout=2.0)
-        assert (await kube.get(CONFIGMAPS, namespace, name, timeout=T))["metadata"]["name"] == name
+        async with asyncio.timeout(T):
+            while name not in {
+                o["metadata"]["name"] for o in (await kube.list(CONFIGMAPS, namespace, timeout=T)).items
+            }:
+                await asyncio.sleep(0.02)  # nobody heard when it happened
 
 
 async def test_read_without_an_answer_is_unavailable(proxied: KubeClient, proxy: Proxy, namespace: str) -> None:
@@ -216,7 +220,7 @@ async def test_silent_watch_ends(proxied: KubeClient, proxy: Proxy, namespace: s
 async def test_date_of_the_apiserver_is_kept(kube: KubeClient, namespace: str) -> None:
     assert kube.last_date_ms == 0
     await kube.list(CONFIGMAPS, namespace, timeout=T)
-    assert abs(kube.last_date_ms - time.time() * 1000) < 5000
+    assert abs(kube.last_date_ms - time.time() * 1000) < 60_000
     assert kube.last_date_ms % 1000 == 0
 
 

@@ -55,7 +55,7 @@ async def test_one_object_gets_a_bounded_number(kube: KubeClient, namespace: str
 async def test_events_that_cannot_be_written_are_dropped_and_later_ones_are_not(
     kube: KubeClient, proxied: KubeClient, proxy: Proxy, namespace: str
 ) -> None:
-    recorder = EventRecorder(proxied, instance="me", api_timeout=0.5)
+    recorder = EventRecorder(proxied, instance="me", api_timeout=60)
     task = asyncio.create_task(recorder.run())
     await proxied.list(EVENTS, namespace, timeout=60)
     proxy.mode = Mode.CUT

@@ -198,7 +198,7 @@ class Container:
     async def _probe(self, process: HostProcess) -> None:
         prober = Prober(self.spec, self._ip, self._session, self._execute)
         if startup := self.spec.get("startupProbe"):
-            async with aclosing(prober.verdicts(startup)) as verdicts:
+            async with aclosing(prober.verdicts(startup, eager=True)) as verdicts:
                 async for passed in verdicts:
                     if passed:
                         break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -16,9 +16,18 @@ Object = dict[str, Any]
 # (command, timeout) -> whether it exited with 0.
 Execute = Callable[[list[str], float], Awaitable[bool]]
 
+#: Eager looks: for how long after the start, how far apart while no more than so many probers look, and for how long.
+_EAGER_SECONDS = 20.0
+_LOOK_SECONDS = 0.25
+_FEW = 6
+_LOOK_TIMEOUT_SECONDS = 1.0
+
 
 class Prober:
     """Carries out probes against one container."""
+
+    #: How many of them look between their probes.
+    _waiting: ClassVar[int] = 0
 
     def __init__(self, container: Object, pod_ip: str, session: aiohttp.ClientSession, execute: Execute) -> None:
         self._container = container
@@ -26,18 +35,45 @@ class Prober:
         self._session = session
         self._execute = execute
 
-    async def verdicts(self, probe: Object) -> AsyncGenerator[bool, None]:
-        """Yields True or False whenever the probe's threshold for it is reached (and again with every later result)."""
+    async def verdicts(self, probe: Object, *, eager: bool = False) -> AsyncGenerator[bool, None]:
+        """Yields True or False whenever the probe's threshold for it is reached (and again with every later result).
+
+        ``eager``: for a while after the start it is also looked between the probes, so that a container is not called
+        down for the rest of a period in which it came up. Such looks never count as failures.
+        """
+        clock = asyncio.get_running_loop().time
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
+        eager_until = clock() + (_EAGER_SECONDS if eager and "httpGet" in probe else 0.0)
         streak, last = 0, None
+        result = await self._once(probe)
         while True:
-            result = await self._once(probe)
             streak = streak + 1 if result == last else 1
             last = result
             threshold = probe.get("successThreshold", 1) if result else probe.get("failureThreshold", 3)
             if streak >= threshold:
                 yield result
-            await asyncio.sleep(probe.get("periodSeconds", 10))
+            due = clock() + probe.get("periodSeconds", 10)
+            early = not result and await self._came_up(probe, min(eager_until, due))
+            if not early:
+                await asyncio.sleep(max(0.0, due - clock()))
+            result = early or await self._once(probe)
+
+    async def _came_up(self, probe: Object, until: float) -> bool:
+        """Looks again and again until then (loop seconds); whether a look succeeded."""
+        short = {**probe, "timeoutSeconds": min(_LOOK_TIMEOUT_SECONDS, float(probe.get("timeoutSeconds", 1)))}
+        clock = asyncio.get_running_loop().time
+        Prober._waiting += 1
+        try:
+            while True:
+                # Where many come up at once, looking at them must not keep them from it.
+                pause = _LOOK_SECONDS * max(1.0, Prober._waiting / _FEW)
+                if clock() + pause >= until:
+                    return False
+                await asyncio.sleep(pause)
+                if await self._once(short):
+                    return True
+        finally:
+            Prober._waiting -= 1
 
     async def _once(self, probe: Object) -> bool:
         timeout = float(probe.get("timeoutSeconds", 1))
