@@ -180,7 +180,7 @@ class Fleet:
         base: dict[str, Any] = {
             "weights": {"sender": {"podSelector": {"matchLabels": {"app": "trainer"}}}},
             "transport": {"mode": "CPUSerialize", "backend": "gloo"},
-            "sync": {"deadlines": {"pendingSeconds": 20, "stagingSeconds": 20, "pausedSeconds": 20}},
+            "sync": {"deadlines": {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 20}},
         }
         self.apply("RLPipeline", "p", {**base, **spec})
 
