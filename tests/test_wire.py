@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import pytest
@@ -149,6 +150,18 @@ def test_reports_of_a_newer_server_can_be_read(report: type[BaseModel]) -> None:
 def test_a_status_with_something_unknown_is_read() -> None:
     status = {"protocolVersion": 1, "podUid": "p", "engine": {"state": "Ready", "new": 1}, "fromTheFuture": {}}
     assert wire.GateStatus.model_validate(status).engine.state is wire.EngineState.READY
+
+
+def test_a_gate_that_would_refuse_todays_orders_is_told_by_its_status() -> None:
+    """Both called theirs protocol 1; only the second one takes a pause that says how long it may last."""
+    foundation = {
+        "protocolVersion": 1, "gateVersion": "0.1.0", "capabilities": ["Serialized"], "podUid": "p", "enrolled": True,
+        "fence": {"pipeline": "", "operation": "", "generation": 0}, "engine": {"state": "Ready"}, "loads": [],
+        "uncertain": False, "stagingCapacityBytes": 0, "routed": {}, "devices": {"source": "Unknown"}, "attempts": {},
+    }  # fmt: skip
+    before = foundation | {"uncertainSeconds": 0.0, "wedged": False, "released": [], "releasing": False}
+    assert wire.GateStatus.model_validate_json(json.dumps(foundation)).protocol_version == 0
+    assert wire.GateStatus.model_validate_json(json.dumps(before)).protocol_version == 1
 
 
 def test_what_a_gate_does_not_know_is_not_no() -> None:

@@ -46,6 +46,15 @@ def condition(found: dict[str, Any], type_: str) -> tuple[str, str]:
     return c["status"], c["reason"]
 
 
+def test_a_gate_that_takes_no_order_of_this_release_is_named_with_what_to_do() -> None:
+    old = replace(row(1), gate=gate().model_copy(update={"protocol_version": 0}))
+    found = status(row(0), old)
+    assert condition(found, "Degraded") == ("True", "GateTooOld")
+    told = next(c["message"] for c in found["conditions"] if c["type"] == "Degraded")
+    assert fact(1).name in told and "spec.gate.image" in told
+    assert condition(status(row(0), row(1)), "Degraded") == ("False", "AsExpected")
+
+
 def test_engines_are_fenced_in_once_all_of_them_were_seen_to_refuse_strangers() -> None:
     yes, no, unknown = row(0, guarded=True), row(1, guarded=False), row(1)
     before: dict[str, Any] = {"fencing": "Enforced"}

@@ -134,7 +134,7 @@ class Reason(_Documented):
         "FinalizerCeiling",
         "a finalizer was removed although what it waits for had not happened in time",
     )
-    GATE_TOO_OLD = "GateTooOld", "a gate's protocol version or capabilities do not suffice; replace its pod"
+    GATE_TOO_OLD = "GateTooOld", "a gate is of a release that this operator can not order about; replace its pod"
     GATES_UNREACHABLE = "GatesUnreachable", "more gates are silent than maxUnavailable allows"
     ROUTER_UNREACHABLE = "RouterUnreachable", "a router does not answer, so its entries are unknown"
     ROUTER_AMBIGUOUS = "RouterAmbiguous", "more than one running pod matches a router's selector"
@@ -349,7 +349,7 @@ class Reason(_Documented):
     # answers of gates and senders (wire.ErrorReason) that are not named above
     UNAUTHENTICATED = "Unauthenticated", "a gate or sender refused our token"
     FORBIDDEN = "Forbidden", "a gate or sender refused what our token allows"
-    INVALID = "Invalid", "a gate or sender could not read our request"
+    INVALID = "Invalid", "a gate or sender could not read our request: it is of another release"
     TOO_LARGE = "TooLarge", "a request was over a limit of size or count"
     NOT_FOUND = "NotFound", "a gate or sender does not know the operation"
     STALE_FENCE = "StaleFence", "a higher generation is held"

@@ -129,7 +129,7 @@ def assign(
             return Refusal(
                 Reason.GATE_TOO_OLD,
                 f"the gate of {e.name} speaks protocol {e.status.protocol_version}, {PROTOCOL_VERSION} is needed; "
-                "delete the pod so that it is made anew with the present gate image",
+                f"set spec.gate.image of EnginePool {e.pool} to this release's, and delete the pod",
             )
     unpausable = refuse_mode(ready, quiesce)
     if unpausable is not None:

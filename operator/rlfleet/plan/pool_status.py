@@ -17,6 +17,7 @@ from rlfleet.api import labels, naming
 from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, set_condition
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
+from rlfleet.api.wire import PROTOCOL_VERSION
 from rlfleet.plan.pool_elastic import Elastic, Row, Verdict, elastic_conditions
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.topology import assigned_evidence, identify, report_evidence
@@ -341,6 +342,13 @@ def _degraded(o: Observed, rows: Sequence[Row]) -> Verdict:
         problems.append(Problem(Reason.PIPELINE_NOT_FOUND, _NO_PIPELINE))
     if o.pipeline_deleting:
         problems.insert(0, Problem(Reason.PIPELINE_DELETING, _DELETING))
+    outdated = [r.pod.name for r in rows if r.gate is not None and r.gate.protocol_version < PROTOCOL_VERSION]
+    if outdated:
+        text = (
+            f"{len(outdated)} engines, among them {outdated[0]}, have gates of a release that this operator can not "
+            "order about: set spec.gate.image to this release's, and delete their pods"
+        )
+        problems.append(Problem(Reason.GATE_TOO_OLD, text))
     spent = [r for r in rows if r.derived.reason is Reason.CATCH_UP_EXHAUSTED]
     withheld = [r for r in rows if r.pod.withheld is not None and r.derived.reason is r.pod.withheld[0]]
     shut = [r for r in rows if r.derived.state is EngineState.QUARANTINED]

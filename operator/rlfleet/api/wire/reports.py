@@ -6,9 +6,9 @@ A field that can be unknown is None when it is; None never stands for "no".
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlfleet.api.wire.common import ErrorBody, Held, MemoryTag, OperationState, Report, StagingMode, Transport
 
@@ -122,6 +122,10 @@ class DeviceReport(Report):
     problem: str = Field(default="", max_length=512, description="why the driver could not be read; empty: it was")
 
 
+#: Every gate that takes orders as they are written now has it in its status. Those from before call theirs protocol 1 too.
+_OF_TODAY: Final = "releasing"
+
+
 class GateStatus(Report):
     """GET /v1/status on a gate, and the answer to fence and enroll."""
 
@@ -175,6 +179,14 @@ class GateStatus(Report):
     attempts: dict[str, int] = Field(
         default_factory=dict, description='"operationUID/step" -> highest attempt in the log, for the latest operations'
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_before_todays_orders(cls, answer: Any) -> Any:
+        """Such a gate refuses members of orders that it does not know, so it counts as protocol 0."""
+        if isinstance(answer, dict) and "protocolVersion" in answer and _OF_TODAY not in answer:
+            return {**answer, "protocolVersion": 0}
+        return answer
 
 
 # Bulk paths on a gate: PUT /v1/staging/{operation UID}/manifest (JSON) and .../buckets/{index} (raw bytes).
