@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from e2e.node.images import SOURCES, digest_of
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -60,3 +62,23 @@ def test_the_operator_s_image_has_its_dependencies_and_no_torch(subset: ModuleTy
     assert subset.roots(project, []) | {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= names
     assert not names & {"torch", "numpy", "ray", "pytest", "mypy"}
     assert "torch" in {text.split("==")[0] for text in subset.select(lock, subset.roots(project, ["torch"]))}
+
+
+def test_an_image_is_built_anew_when_anything_changes_that_the_dockerfile_copies(tmp_path: Path) -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {
+        word for line in lines if line.startswith("COPY ") and "--from" not in line for word in line.split()[1:-1]
+    }
+    assert copied
+    for name in copied:
+        assert any(name == s or name.startswith(f"{s}/") for s in SOURCES), name
+    (tmp_path / "operator").mkdir()
+    (tmp_path / "operator" / "a.py").write_text("1")
+    seen = {digest_of(tmp_path, "base")}
+    (tmp_path / "operator" / "a.py").write_text("2")
+    seen.add(digest_of(tmp_path, "base"))
+    (tmp_path / "operator" / "a.py").rename(tmp_path / "operator" / "b.py")
+    seen |= {digest_of(tmp_path, "base"), digest_of(tmp_path, "another base")}
+    assert len(seen) == 4
+    (tmp_path / "elsewhere").write_text("3")
+    assert digest_of(tmp_path, "base") in seen

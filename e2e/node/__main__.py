@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
 from e2e.cluster.controlplane import ClusterError
 from e2e.cluster.local import kubectl_hint
 from e2e.cluster.programs import BuildError
+from e2e.node import host
 from e2e.node.cluster import DEFAULT_STATE, RealNode
 from e2e.node.images import TARGETS, Builder, name_of
 
@@ -25,11 +27,15 @@ def _parser() -> argparse.ArgumentParser:
         ("up", "start the node and bring the built images into it"),
         ("down", "stop every process and remove every file but the caches"),
         ("status", "processes, and how to use the cluster"),
+        ("check", "whether a node can run on this machine; missing packages are installed with INSTALL=1 or CI=true"),
         ("guard", "wait until standard input ends, then take the node down (started by its owner)"),
     ):
         commands.add_parser(name, help=text).add_argument("--state", type=Path, default=DEFAULT_STATE)
     image = commands.add_parser("image", help="build the images (default: all) and report their sizes")
-    image.add_argument("targets", nargs="*", choices=[[], *TARGETS], default=list(TARGETS))
+    # Python 3.11 checks the default of an empty list as if it were one choice.
+    image.add_argument(
+        "targets", nargs="*", choices=[[], *TARGETS], default=[], metavar="TARGET", help=", ".join(TARGETS)
+    )
     image.add_argument(
         "--base", default=os.environ.get("BASE", ""), help="base image (default: made of Debian packages)"
     )
@@ -53,7 +59,12 @@ def wants_install() -> bool:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "image":
-        Builder(_say, base=options.base, install=wants_install()).build(options.targets)
+        Builder(_say, base=options.base, install=wants_install()).build(options.targets or TARGETS)
+        return 0
+    if options.command == "check":
+        host.require({**host.NODE_PACKAGES, **host.COMPILER, **host.IMAGE_PACKAGES}, _say, install=wants_install())
+        host.try_out()
+        _say("a real node can run here")
         return 0
     node = RealNode(options.state, _say, install=wants_install())
     if options.command == "up":
@@ -72,6 +83,8 @@ def _run(options: argparse.Namespace) -> int:
         node.down()
         _say(f"the node in {node.state} is gone" if found else f"no node in {node.state}")
     elif options.command == "guard":
+        # Whoever ends everything of this checkout ends the owner too, and its node has yet to be taken down.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdin.buffer.read()
         node.down()
     elif options.command == "status":

@@ -15,9 +15,11 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -166,25 +168,40 @@ class RealNode(LocalCluster):
                 return
         raise ClusterError(f"container {identity} does not run")
 
-    def ctr(self, *arguments: str, timeout: float = 300.0) -> str:
+    def ctr(self, *arguments: str, timeout: float = 300.0, stdin: IO[bytes] | None = None) -> str:
         """containerd's command line, in the namespace of Kubernetes."""
         record = self._record()
         if record is None:
             raise ClusterError(f"no node in {self.state}: start one with 'make node'")
         socket = self._places(record).containerd
-        return host.run("ctr", "--address", str(socket), "--namespace", "k8s.io", *arguments, timeout=timeout)
+        return host.run(
+            "ctr", "--address", str(socket), "--namespace", "k8s.io", *arguments, timeout=timeout, stdin=stdin
+        )
 
     def helm(self, *arguments: str, timeout: float = 240.0) -> str:
         """Runs helm as admin."""
         return self._run("helm", *arguments, timeout=timeout)
 
-    def import_image(self, archive: Path, name: str, identity: str) -> None:
-        """Imports an image unless the store holds this very one under this name."""
-        label = f"dev.rlfleet.image={identity}"
-        if label in self.ctr("images", "list", f"name=={name}"):
-            return
-        self.ctr("images", "import", str(archive), timeout=600.0)
-        self.ctr("images", "label", name, label)
+    def import_image(self, write: Callable[[IO[bytes]], None], name: str, identity: str) -> None:
+        """Imports the image archive that ``write`` writes, and remembers whose it is."""
+        reading, writing = os.pipe()
+        with open(reading, "rb") as source, ThreadPoolExecutor(1) as thread:
+            done = thread.submit(self.ctr, "images", "import", "-", stdin=source, timeout=900.0)
+            try:
+                with open(writing, "wb") as stream:
+                    write(stream)
+            except BrokenPipeError:
+                pass  # what ctr says about it is the better message
+            done.result()
+        self.ctr("images", "label", name, f"dev.rlfleet.image={identity}")
+
+    def blobs(self) -> dict[str, int]:
+        """What the node's store holds: sha256 (hex) and size. Read from its folder, as ``ctr`` rounds sizes."""
+        record = self._record()
+        if record is None:
+            raise ClusterError(f"no node in {self.state}: start one with 'make node'")
+        folder = Path(record.images) / "io.containerd.content.v1.content" / "blobs" / "sha256"
+        return {path.name: path.stat().st_size for path in folder.glob("*")}
 
     def holds_image(self, name: str, identity: str) -> bool:
         """Whether the node's store has this very image under this name."""

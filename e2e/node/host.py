@@ -12,10 +12,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from e2e.cluster.controlplane import ClusterError
 
@@ -73,11 +75,17 @@ def require(packages: dict[str, str], say: Say, *, install: bool) -> None:
         raise ClusterError(f"apt-get installed {', '.join(lacking)}, but programs are missing: {', '.join(still)}")
 
 
-def run(*command: str, inside: Path | None = None, timeout: float = 60.0) -> str:
+def run(*command: str, inside: Path | None = None, timeout: float = 60.0, stdin: IO[bytes] | None = None) -> str:
     """Runs a program (``inside`` a network namespace) and returns its output; ClusterError with its message."""
     words = [*(["nsenter", f"--net={inside}", "--"] if inside else []), *command]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, "PATH": search_path()}
+        words,
+        stdin=stdin if stdin is not None else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "PATH": search_path()},
     )
     if done.returncode != 0:
         raise ClusterError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
@@ -237,6 +245,26 @@ def _hierarchies() -> Sequence[Path]:
     if (_CGROUPS / "cgroup.controllers").exists():
         return [_CGROUPS]
     return [p for p in _CGROUPS.iterdir() if p.is_dir() and not p.is_symlink()]
+
+
+def try_out() -> None:
+    """Makes and removes one thing of each kind that a container may be refused. ClusterError says which."""
+    network = Network.claim()
+    try:
+        network.up()
+    except ClusterError as error:
+        raise ClusterError(f"links between network namespaces cannot be made here: {error}") from error
+    finally:
+        network.down()
+    name = f"rlfleet-try-{os.getpid()}"
+    try:
+        make_cgroup(name)
+        remove_cgroup(name)
+    except OSError as error:
+        raise ClusterError(f"control groups cannot be made here: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        run("mount", "-t", "tmpfs", "tmpfs", folder)
+        run("umount", folder)
 
 
 # --------------------------------------------------------------------------------------------- mounts and files

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from e2e.cluster.controlplane import ClusterError
 from e2e.cluster.local import ROOT
 from e2e.cluster.programs import cache_root
 from e2e.node import host
+from e2e.node.bringing import Built, bring, copy
 from e2e.node.settings import PAUSE_IMAGE
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ TAG = "dev"
 LOCAL_BASE = "localhost/rlfleet-base:bookworm"
 _BASE_PACKAGES = "python3,python3-venv,ca-certificates"
 _BUILD_SECONDS = 3600.0
+#: All that the Dockerfile copies: an image is built anew when something of this, or its base, has changed.
+SOURCES = (
+    "Dockerfile", "images", "requirements.lock", "pyproject.toml", "README.md", "LICENSE", "operator",
+    "e2e/__init__.py", "e2e/sim", "e2e/scenarios/__init__.py", "e2e/scenarios/publisher.py",
+)  # fmt: skip
+_SOURCES_LABEL = "dev.rlfleet.sources"
 #: A machine whose package index has an authority of its own: the build trusts whom the machine trusts.
 _TRUST = ("/etc/ssl/certs", "/usr/local/share/ca-certificates", "/usr/share/ca-certificates")
 
@@ -77,11 +85,16 @@ class Builder:
     def build(self, targets: Sequence[str] = TARGETS, *, context: Path = ROOT, tag: str = TAG) -> dict[str, str]:
         """Builds the targets from the Dockerfile in ``context``; returns the identity of each image."""
         base = self._base or ("" if self._docker else self._local_base())
+        sources = digest_of(context, base, "" if self._docker or self._base else self.identity(base))
         found = {}
         for target in targets:
-            name = name_of(target, tag)
+            name, began = name_of(target, tag), time.monotonic()
+            if self._label(name) == sources:
+                found[target] = self.identity(name)
+                self._say(f"{name}: built from these very sources, {self.size(name) / 1e6:.0f} MB")
+                continue
             self._say(f"{name}: building")
-            arguments = [f"--target={target}", f"--tag={name}"]
+            arguments = [f"--target={target}", f"--tag={name}", f"--label={_SOURCES_LABEL}={sources}"]
             if base:
                 arguments.append(f"--build-arg=BASE={base}")
             for setting in ("PIP_INDEX_URL", "PIP_CERT"):
@@ -93,7 +106,7 @@ class Builder:
                 trust = [f"--volume={path}:{path}:ro" for path in _TRUST if Path(path).is_dir()]
                 self._buildah("bud", "--layers", "--isolation=chroot", *trust, *arguments, str(context))
             found[target] = self.identity(name)
-            self._say(f"{name}: {self.size(name) / 1e6:.0f} MB")
+            self._say(f"{name}: {self.size(name) / 1e6:.0f} MB, {time.monotonic() - began:.0f} s")
         return found
 
     def identity(self, name: str) -> str:
@@ -101,6 +114,17 @@ class Builder:
         if self._docker:
             return self._run("docker", "image", "inspect", "--format={{.Id}}", name).strip()
         return self._buildah("inspect", "--type=image", "--format={{.FromImageID}}", name).strip()
+
+    def _label(self, name: str) -> str:
+        """The digest of the sources that an image was built from; empty: there is none, or it was built otherwise."""
+        try:
+            if self._docker:
+                form = f'{{{{index .Config.Labels "{_SOURCES_LABEL}"}}}}'
+                return self._run("docker", "image", "inspect", f"--format={form}", name).strip()
+            form = f'{{{{index .OCIv1.Config.Labels "{_SOURCES_LABEL}"}}}}'
+            return self._buildah("inspect", "--type=image", f"--format={form}", name).strip()
+        except ClusterError:
+            return ""
 
     def size(self, name: str) -> int:
         """Bytes of the unpacked image."""
@@ -128,14 +152,19 @@ class Builder:
         identity = self.identity(name)
         if node.holds_image(name, identity):
             return
-        self._say(f"{name}: importing")
+        began = time.monotonic()
         with tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
-            archive = Path(folder) / "image.tar"
             if self._docker:
+                archive = Path(folder) / "image.tar"
                 self._run("docker", "save", f"--output={archive}", name)
+                travelled = archive.stat().st_size
+                node.import_image(lambda stream: copy(archive, stream), name, identity)
             else:
-                self._buildah("push", "--quiet", name, f"docker-archive:{archive}:{name}")
-            node.import_image(archive, name, identity)
+                form = "{{range .OCIv1.RootFS.DiffIDs}}{{.}} {{end}}"
+                layers = self._buildah("inspect", "--type=image", f"--format={form}", name).split()
+                image = Built(name, identity, self.size(name), tuple(x.removeprefix("sha256:") for x in layers))
+                travelled = bring(node, image, Path(folder), lambda to: self._buildah("push", "--quiet", name, to))
+        self._say(f"{name}: imported ({travelled / 1e6:.0f} MB), {time.monotonic() - began:.0f} s")
 
     def _local_base(self) -> str:
         if any(LOCAL_BASE in (entry.get("names") or []) for entry in json.loads(self._buildah("images", "--json"))):
@@ -174,6 +203,22 @@ class Builder:
         return done.stdout
 
 
+def digest_of(context: Path, *more: str) -> str:
+    """A hash over the sources of images in ``context`` (names, modes and bytes) and over ``more``."""
+    total = hashlib.sha256()
+    for name in SOURCES:
+        top = context / name
+        # An earlier release has no sources of what only later targets need.
+        files = sorted(top.rglob("*")) if top.is_dir() else [top] if top.exists() else []
+        for file in files:
+            if file.is_file() and "__pycache__" not in file.parts:
+                executable = bool(file.stat().st_mode & 0o100)
+                bytes_ = hashlib.sha256(file.read_bytes()).hexdigest()
+                total.update(f"{file.relative_to(context)}\0{executable}\0{bytes_}\n".encode())
+    total.update("\0".join(more).encode())
+    return total.hexdigest()
+
+
 @contextmanager
 def earlier() -> Iterator[Path]:
     """A build context with an earlier operator (fixtures/earlier.tar.gz) and today's dependencies."""
@@ -204,7 +249,7 @@ def ensure_pause(node: RealNode) -> None:
         source.write_text(_PAUSE_SOURCE)
         host.run("gcc", "-Os", "-static", "-s", "-o", str(program), str(source))
         _write_archive(archive, PAUSE_IMAGE, program)
-        node.import_image(archive, PAUSE_IMAGE, identity)
+        node.import_image(lambda stream: copy(archive, stream), PAUSE_IMAGE, identity)
 
 
 def _write_archive(archive: Path, name: str, program: Path) -> None:

@@ -208,7 +208,8 @@ class Fleet:
     def fault(self, pod: Obj, rules: Obj) -> None:
         """Writes an engine's faults with ``kubectl exec``."""
         name = pod["metadata"]["name"]
-        script = f"import sys; open({FAULTS!r}, 'w').write(sys.argv[1])"
+        # In one step: the engine may look at any moment.
+        script = f"import os, sys; open('{FAULTS}.new', 'w').write(sys.argv[1]); os.replace('{FAULTS}.new', '{FAULTS}')"
         words = ("exec", name, "-n", self.namespace, "-c", "engine", "--", "python", "-c", script, json.dumps(rules))
         self.node.kubectl(*words)
 

@@ -1,7 +1,7 @@
 """Life on a real node: an older release upgraded in mid-round, the quickstart, faults, uninstall.
 
 The tests of this file are one story, in order, on one node: each begins where the one before it ended. The first four
-(an older release) and the faults (everything from ``steered`` on) can be left out.
+(an older release) and those with the mark ``node_faults`` can be left out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from e2e.node.kit import (
     QUICKSTART,
     RELEASE,
     SYSTEM,
+    TERMINAL,
     VALUES,
     Fleet,
     Obj,
@@ -28,11 +29,14 @@ from e2e.node.kit import (
     until,
 )
 from rlfleet.api.labels import WEIGHTS_CURRENT
+from rlfleet.plan.template import PLUGIN_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+# Not of the fixture, which builds and brings images.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480, func_only=True)]
 
 OLD = "older"
 NEW = "demo"
+PLUGGED = "vllm"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,8 @@ def leader(node: RealNode) -> str:
 def test_an_earlier_release_is_installed_and_serves(node: RealNode, old: Fleet, earlier_chart: Path) -> None:
     node.kubectl("create", "namespace", OLD)
     node.helm("install", RELEASE, str(earlier_chart), f"--namespace={SYSTEM}", "--create-namespace", "--wait")
-    node.apply(old.pipeline_manifest(maxUnavailable=0))
+    # Time for an upgrade in the middle of a load, on a slow machine too.
+    node.apply(old.pipeline_manifest(maxUnavailable=0, deadlines={"pausedSeconds": 900}))
     node.apply(*old.pool_manifest(gate=EARLIER_TAG))
     old.start_publisher()
     until(lambda: len(old.engines()) == 2, "two engine pods")
@@ -97,7 +102,7 @@ def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, 
     crds = str(ROOT / "charts" / "rlfleet" / "crds")
     node.kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
     for pod in old.engines():
-        old.fault(pod, {"update_weights_from_disk": {"action": "delay", "seconds": 45, "times": 1}})
+        old.fault(pod, {"update_weights_from_disk": {"action": "hold"}})
     name = old.order()
     until(lambda: old.phase(name) == "Transferring", "Transferring")
 
@@ -105,6 +110,9 @@ def test_an_upgrade_in_mid_round_finishes_it_with_the_old_gates(node: RealNode, 
 
     until(lambda: len(operators(node, "operator:dev")) == 2, "two operators of the new image")
     until(lambda: leader(node) in operators(node, "operator:dev"), "one of them to lead")
+    assert old.phase(name) not in TERMINAL
+    for pod in old.engines():
+        old.fault(pod, {})
     until(lambda: old.phase(name) == "Succeeded", "the round that an older operator began")
     until(old.all_active, "both engines Active")
     assert {p["metadata"]["uid"] for p in old.engines()} == pods, "an upgrade of the operator restarts no engine"
@@ -165,6 +173,59 @@ def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
     assert "Read-only" in read_only
 
 
+# ------------------------------------------------------------------------------------------------ vLLM
+
+
+@pytest.fixture(scope="module")
+def plugged(node: RealNode, fleet: Fleet) -> Fleet:
+    """A fleet of type VLLM in a namespace of its own. Its image has Python and the reference engine, and no vLLM."""
+    restricted = node.get("namespaces", fleet.namespace)["metadata"]["labels"]
+    labels = {k: v for k, v in restricted.items() if k.startswith("pod-security.kubernetes.io/")}
+    node.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": PLUGGED, "labels": labels}})
+    return Fleet(node, PLUGGED)
+
+
+def with_vllm(pool: Obj) -> None:
+    """The quickstart's pool, with vLLM's face of the reference engine behind the middleware that is brought into it."""
+    pool["spec"]["engine"]["type"] = "VLLM"
+    pool["spec"]["replicas"] = 1
+    engine = pool["spec"]["source"]["template"]["spec"]["containers"][0]
+    engine["args"] += ["--api=vllm", "--middleware=rlfleet_vllm.ControlKey"]
+    # The image's own PYTHONPATH, which a variable of the pod replaces: named here, it stays behind ours.
+    engine["env"] = [{"name": "PYTHONPATH", "value": "/opt/sim"}]
+
+
+def test_the_plugin_comes_into_an_image_that_has_only_python(node: RealNode, plugged: Fleet) -> None:
+    node.apply(plugged.pipeline_manifest())
+    node.apply(*plugged.pool_manifest(change=with_vllm))
+    plugged.start_publisher()
+    until(lambda: len(plugged.engines()) == 1, "the engine's pod")
+    assert plugged.sync()["status"]["phase"] == "Succeeded"
+    until(lambda: plugged.all_active(1), "the engine Active")
+
+    (pod,) = plugged.engines()
+    brought = container(pod, "rlfleet-vllm")["state"]["terminated"]
+    assert brought["exitCode"] == 0, brought
+    # An engine starts with the folder first in its path, and finds the entry point by which vLLM loads plug-ins.
+    script = (
+        "import os, rlfleet_vllm; from importlib.metadata import distribution as d; print(os.environ['PYTHONPATH'], "
+        "rlfleet_vllm.__file__, [e.value for e in d('rlfleet-vllm').entry_points.select(group='vllm.general_plugins')])"
+    )
+    name = pod["metadata"]["name"]
+    told = node.kubectl("exec", name, "-n", PLUGGED, "-c", "engine", "--", "python", "-c", script).strip()
+    assert told == f"{PLUGIN_DIR}:/opt/sim {PLUGIN_DIR}/rlfleet_vllm/__init__.py ['rlfleet_vllm:register']"
+    # The middleware from that folder stands in front of the engine: its gate commands it, and nobody else.
+    base = f"http://{pod['status']['podIP']}:30000"
+    for path in ("/pause", "/collective_rpc", "/update_weight_version"):
+        answer = httpx.post(base + path, json={}, timeout=30.0, trust_env=False)
+        assert (answer.status_code, "the gate's" in answer.text) == (401, True), answer.text
+    assert httpx.get(f"{base}/v1/models", timeout=30.0, trust_env=False).status_code == httpx.codes.OK
+    until(lambda: plugged.pool()["status"].get("fencing") == "Enforced", "the door to be seen shut")
+
+    node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", PLUGGED, "--timeout=120s", timeout=130)
+    node.kubectl("delete", "namespace", PLUGGED, "--timeout=120s", timeout=130)
+
+
 # ------------------------------------------------------------------------------------------------ faults
 
 
@@ -201,6 +262,7 @@ def told(fleet: Fleet, *words: str) -> None:
     )
 
 
+@pytest.mark.node_faults
 def test_an_engine_that_runs_out_of_memory_is_replaced_and_says_so(steered: Fleet) -> None:
     victim = steered.engines()[0]
     # Pages of a memory volume belong to no process, so the kernel takes the container's largest one: the engine.
@@ -209,6 +271,7 @@ def test_an_engine_that_runs_out_of_memory_is_replaced_and_says_so(steered: Flee
     replaced(steered, victim)
 
 
+@pytest.mark.node_faults
 def test_a_killed_gate_restarts_in_place_and_the_engine_goes_on(steered: Fleet) -> None:
     victim = steered.engines()[0]
     steered.node.kill_container(container(victim, "gate")["containerID"])
@@ -233,6 +296,7 @@ def test_a_killed_gate_restarts_in_place_and_the_engine_goes_on(steered: Fleet) 
     assert now == admitted
 
 
+@pytest.mark.node_faults
 def test_an_engine_that_lost_its_weights_leaves_the_service_and_comes_back(steered: Fleet) -> None:
     victim = steered.engines()[0]
     name = victim["metadata"]["name"]
@@ -254,6 +318,7 @@ def test_an_engine_that_lost_its_weights_leaves_the_service_and_comes_back(steer
     assert steered.node.get("pods", name, "-n", NEW)["metadata"]["uid"] == victim["metadata"]["uid"]
 
 
+@pytest.mark.node_faults
 def test_an_evicted_pod_is_replaced_and_says_so(steered: Fleet) -> None:
     victim = steered.engines()[0]
     steered.write(victim, "/scratch/fill", 64)
@@ -261,6 +326,7 @@ def test_an_evicted_pod_is_replaced_and_says_so(steered: Fleet) -> None:
     replaced(steered, victim)
 
 
+@pytest.mark.node_faults
 def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(steered: Fleet) -> None:
     ended = steered.sync(bulk_mib=80)
     assert ended["status"]["phase"] == "Failed"
@@ -270,6 +336,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(steered: 
     until(steered.all_active, "both engines still Active at the version before")
 
 
+@pytest.mark.node_faults
 def test_a_rebooted_node_comes_back_closed_and_is_filled_again(node: RealNode, steered: Fleet) -> None:
     before = {p["metadata"]["uid"] for p in steered.engines()}
     committed = steered.pipeline()["status"]["committed"]
@@ -296,7 +363,7 @@ def test_a_rebooted_node_comes_back_closed_and_is_filled_again(node: RealNode, s
 # ------------------------------------------------------------------------------------------------ the end
 
 
-def test_uninstall_leaves_nothing(node: RealNode, steered: Fleet) -> None:
+def test_uninstall_leaves_nothing(node: RealNode, fleet: Fleet) -> None:
     node.kubectl("delete", "enginepools,rlpipelines", "--all", "-n", NEW, "--timeout=120s", timeout=130)
     helm(node, "uninstall", "--wait", "--timeout=120s")
     node.kubectl("delete", "namespace", NEW, "--timeout=120s", timeout=130)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Middleware
 
 from e2e.sim.device.ledger import Account, DeviceOutOfMemory, visible
 from e2e.sim.model import MODELS, ModelConfig, fused_shapes, initial_state, load_config
@@ -30,6 +31,7 @@ from .front import Front
 from .groups_api import Groups
 from .labels import Labels
 from .memory import CACHE, GRAPHS, WEIGHTS, DeviceMemory, padded
+from .middleware import named
 from .scheduler import Model, Scheduler
 from .server import Server
 from .updates import Updates
@@ -51,6 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-plugin", action="store_true", help="vllm only: started without rlfleet's weight transfer plug-in"
     )
+    parser.add_argument("--middleware", help="vllm only: an ASGI middleware package.Class in front of every path")
     parser.add_argument("--model", default="tiny", help=f"checkpoint directory, or one of {', '.join(MODELS)}")
     parser.add_argument("--served-model-name", help="default: what --model says")
     parser.add_argument("--backend", choices=("torch", "numpy"), default="torch", help="numpy: no broadcast groups")
@@ -171,9 +174,10 @@ async def _serve(arguments: argparse.Namespace) -> None:
             stopping.add_done_callback(lambda task: task.result())
 
     front: Front
+    outer: list[Middleware] = []
     faults = Faults(arguments.fault_file)
     if arguments.api == "vllm":
-        front = VLLMServer(
+        front = vllm = VLLMServer(
             admission,
             Workers(admission, weights, loads, groups),
             labels,
@@ -183,6 +187,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
             plugin=not arguments.no_plugin,
             close_port=close_port,
         )
+        outer = [named(arguments.middleware, vllm.config())] if arguments.middleware else []
     else:
         front = Server(
             admission,
@@ -197,7 +202,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         )
     scheduler.start()
     runner = web.AppRunner(
-        front.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1, keepalive_timeout=3600
+        front.app(*outer), access_log=None, handler_cancellation=True, shutdown_timeout=1, keepalive_timeout=3600
     )
     await runner.setup()
     stop = asyncio.Event()

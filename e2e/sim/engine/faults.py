@@ -23,6 +23,9 @@ from typing import Any
 
 ACTIONS = ("delay", "hold", "http500", "http400", "hang", "die", "lie", "subset", "partial", "keep", "late", "zombie")
 
+#: Between looks at the file.
+_LOOK_SECONDS = 0.2
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -66,8 +69,14 @@ class Faults:
         self._replaced = asyncio.Event()
 
     async def until_replaced(self) -> None:
-        """Return when the rules of now are replaced."""
-        await self._replaced.wait()
+        """Return when the rules of now are replaced: over HTTP, even by the same ones, or in the file by others."""
+        now = self.rules()
+        waiting = asyncio.ensure_future(self._replaced.wait())
+        try:
+            while not waiting.done() and self.rules() == now:
+                await asyncio.wait([waiting], timeout=_LOOK_SECONDS)
+        finally:
+            waiting.cancel()
 
     def rules(self) -> dict[str, Fault]:
         """All rules in force. ValueError when the file is malformed."""

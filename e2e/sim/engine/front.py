@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from .admission import Admission
 from .faults import Fault, Faults, parse
@@ -61,9 +62,10 @@ class Front(ABC):
         self._core_is_dead = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def app(self) -> web.Application:
-        """The application; serve it with ``handler_cancellation`` on."""
-        app = web.Application(client_max_size=64 << 20, middlewares=[self._authenticate, self._misbehave, self._refuse])
+    def app(self, *outer: Middleware) -> web.Application:
+        """The application, behind middlewares ``outer``; serve it with ``handler_cancellation`` on."""
+        inner = [self._authenticate, self._misbehave, self._refuse]
+        app = web.Application(client_max_size=64 << 20, middlewares=[*outer, *inner])
         own: list[Route] = [
             (("GET", "POST"), "/_sim/faults", self._set_faults),
             (("GET",), "/_sim/tensor", self._tensor),

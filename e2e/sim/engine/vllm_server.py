@@ -135,7 +135,8 @@ class VLLMServer(Front):
         }
         return web.json_response({"openapi": "3.1.0", "paths": paths})
 
-    async def _server_info(self, _: web.Request) -> web.Response:
+    def config(self) -> dict[str, Any]:
+        """The parts of vLLM's configuration that somebody asks for."""
         model = {
             "model": self._labels.started_with["model_path"],
             "served_model_name": self._labels.started_with["served_model_name"],
@@ -144,14 +145,16 @@ class VLLMServer(Front):
             "enable_sleep_mode": self._admission.memory.saver,
         }
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        config = {
+        return {
             "model_config": model,
             "parallel_config": sizes | {"enable_expert_parallel": False},
             "lora_config": None,
             "speculative_config": None,
             "weight_transfer_config": {"backend": PLUGIN} if self._plugin else None,
         }
-        return web.json_response({"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": self.config(), "vllm_env": {"VLLM_SERVER_DEV_MODE": True}})
 
     async def _world_size(self, _: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})

@@ -122,7 +122,7 @@ class DeviceReport(Report):
     problem: str = Field(default="", max_length=512, description="why the driver could not be read; empty: it was")
 
 
-#: Every gate that takes orders as they are written now has it in its status. Those from before call theirs protocol 1 too.
+#: Every gate that takes orders as they are written now has it in its status. Those from before say protocol 1, too.
 _OF_TODAY: Final = "releasing"
 
 
