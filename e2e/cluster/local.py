@@ -39,7 +39,7 @@ OPERATOR_NAMESPACE = "rlfleet-system"
 OPERATOR_NAME = "rlfleet"
 
 # Everything that the chart holds, but no process.
-_QUIET = {"replicas": "0"}
+_QUIET = {"replicas": "0", "routerKeySecrets": "{router-keys}"}
 _TOKEN_SECONDS = 365 * 24 * 3600
 _HOLLOW = "hollow-kubelet"
 _HOLLOW_STOP_SECONDS = 20.0

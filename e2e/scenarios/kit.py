@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -41,10 +41,12 @@ def wait_until(look: Callable[[], T | None], what: str, seconds: float = 240.0, 
         time.sleep(every)
 
 
-def http(method: str, url: str, body: Any = None, *, timeout: float = 60.0) -> tuple[int, Any]:
+def http(
+    method: str, url: str, body: Any = None, *, timeout: float = 60.0, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
     """One JSON request; (status, parsed body)."""
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             raw = answer.read()

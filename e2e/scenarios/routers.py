@@ -18,13 +18,18 @@ PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
 NO_WORKER = {"SGLangRouter": 503, "SMG": 404, "VLLMRouter": 503}
 
 
-def router_pod(namespace: str, kind: str = "SGLangRouter", name: str = "router") -> dict[str, Any]:
+#: The Secret with the keys of routers, which the cluster lets the operator read.
+KEYS = "router-keys"
+
+
+def router_pod(namespace: str, kind: str = "SGLangRouter", name: str = "router", key: str = "") -> dict[str, Any]:
     """A router that starts empty. Its worker start-up time-out is below the gates' quiet time."""
     program, more = PROGRAMS[kind]
     command = [
         *program, "--host", "$(POD_IP)", "--port", str(ROUTER_PORT), "--policy", "round_robin",
         "--prometheus-host", "$(POD_IP)", "--prometheus-port", str(METRICS_PORT),
         "--worker-startup-timeout-secs", "4", "--worker-startup-check-interval", "1", "--disable-retries", *more,
+        *(["--api-key", key] if key else []),
     ]  # fmt: skip
     return {
         "apiVersion": "v1",
@@ -50,7 +55,7 @@ def router_pod(namespace: str, kind: str = "SGLangRouter", name: str = "router")
     }
 
 
-def router_entry(kind: str = "SGLangRouter", name: str = "router") -> dict[str, Any]:
+def router_entry(kind: str = "SGLangRouter", name: str = "router", *, keyed: bool = False) -> dict[str, Any]:
     """The router's entry in ``spec.routers`` of an EnginePool."""
     return {
         "name": name if name != "router" else "main",
@@ -58,37 +63,45 @@ def router_entry(kind: str = "SGLangRouter", name: str = "router") -> dict[str, 
         "podSelector": {"matchLabels": {"app": name}},
         "port": ROUTER_PORT,
         "metricsPort": METRICS_PORT,
+        **({"adminKeySecretRef": {"name": KEYS, "key": name}} if keyed else {}),
     }
 
 
 class Router:
     """The router as a client sees it."""
 
-    def __init__(self, fleet: Fleet, kind: str = "SGLangRouter", name: str = "router") -> None:
+    def __init__(self, fleet: Fleet, kind: str = "SGLangRouter", name: str = "router", key: str = "") -> None:
         self.fleet = fleet
         self.kind = kind
         self.name = name
-        fleet.cluster.apply(router_pod(fleet.namespace, kind, name))
+        self.key = key
+        if key:
+            meta = {"name": KEYS, "namespace": fleet.namespace}
+            fleet.cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {name: key}})
+        fleet.cluster.apply(router_pod(fleet.namespace, kind, name, key))
         wait_until(lambda: condition(fleet.pod(name), "Ready") == "True", "the router to be Ready")
         self.url = f"http://{fleet.pod(name)['status']['podIP']}:{ROUTER_PORT}"
 
     def listed(self) -> set[str]:
         """URLs that the router sends requests to."""
-        code, answer = http("GET", self.url + "/workers")
+        code, answer = http("GET", self.url + "/workers", headers=self._headers())
         assert code == 200, answer
         return {str(w["url"]).rstrip("/") for w in answer["workers"]}
 
     def generate(self) -> tuple[int, Any]:
         """One request through the router."""
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-        return http("POST", self.url + "/generate", body, timeout=60)
+        return http("POST", self.url + "/generate", body, timeout=60, headers=self._headers())
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def replaced(self) -> Router:
         """Delete the router's pod at once and make a new one, whose list is empty."""
         cluster, namespace = self.fleet.cluster, self.fleet.namespace
         cluster.kubectl("delete", "pod", self.name, "-n", namespace, "--grace-period=0", "--force")
         wait_until(lambda: not cluster.get("pods", "-n", namespace, "-l", f"app={self.name}")["items"], "no router")
-        return Router(self.fleet, self.kind, self.name)
+        return Router(self.fleet, self.kind, self.name, self.key)
 
 
 def urls(pods: list[dict[str, Any]]) -> set[str]:

@@ -162,11 +162,12 @@ def test_vllm_engines_behind_vllm_router_keep_their_requests_over_twenty_rounds(
 def test_every_router_of_a_pool_lists_the_engine_while_it_is_proven_and_one_that_is_replaced_is_healed(
     fleet: Fleet,
 ) -> None:
-    """One router of each kind before one engine, and the label that an InferencePool selects."""
+    """One router of each kind before one engine, one with a key, and the label that an InferencePool selects."""
     fleet.pipeline()
-    behind = {kind: Router(fleet, kind, kind.lower()) for kind in PROGRAMS}
+    keys = {"SMG": "secret-of-smg"}
+    behind = {kind: Router(fleet, kind, kind.lower(), keys.get(kind, "")) for kind in PROGRAMS}
     gateway = {"name": "gateway", "type": "InferencePool"}
-    fleet.pool(1, routers=[*(router_entry(kind, kind.lower()) for kind in PROGRAMS), gateway])
+    fleet.pool(1, routers=[*(router_entry(k, k.lower(), keyed=k in keys) for k in PROGRAMS), gateway])
     fleet.trainer()
     (pod,) = fleet.ready_engines(1)
     for kind, router in behind.items():
@@ -193,6 +194,10 @@ def test_every_router_of_a_pool_lists_the_engine_while_it_is_proven_and_one_that
     for router in behind.values():
         wait_until(lambda router=router: router.listed() == set(), "the entry to go")  # type: ignore[misc]
     wait_until(lambda: labelled(fleet) == [], "the label to go")
+    # The operator itself reads every list before it lets a pool go, the one behind the key among them.
+    fleet.cluster.kubectl("delete", "epool/e", "-n", fleet.namespace, "--wait=true", timeout=120)
+    said = [e.get("note") or "" for e in fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]]
+    assert not [note for note in said if note.startswith("Deleted although")], said
 
 
 def labelled(fleet: Fleet) -> list[str]:

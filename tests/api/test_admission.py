@@ -20,6 +20,7 @@ Example = Callable[..., dict[str, Any]]
 RLP, EP, SR, TD = "RLPipeline", "EnginePool", "SyncRound", "TrainerDemand"
 ENGINE, GATE = {"name": "engine", "image": "x"}, {"name": "gate", "image": "x"}
 ROUTER = {"name": "main", "type": "SGLangRouter"}
+ROUTER_KEY = {"name": "keys", "key": "main"}
 SELECTOR = {"matchLabels": {"app": "router"}}
 CONTAINERS = "spec.source.template.spec.containers"
 
@@ -71,6 +72,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (EP, {"spec.active": 0, "spec.shrink": "Offload", "spec.residualMemoryGiB": 0.5}),
     (EP, {"spec.active": 9, "spec.shrink": "Delete"}),  # above replicas: all of them
     (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:30001"}}),
+    (EP, {"spec.routers.0": {**ROUTER, "url": "http://10.0.0.9:1/at/@home", "adminKeySecretRef": ROUTER_KEY}}),
     (EP, {"spec.routers": [{"name": "service", "type": "Readiness"}, {"name": "gateway", "type": "InferencePool"}]}),
     (EP, {"spec.routers": [{**ROUTER, "type": t, "url": "http://10.0.0.9:30001"} for t in ("SMG",)]}),
     (EP, {"spec.routers": [{**ROUTER, "type": "VLLMRouter", "url": "http://r:1", "metricsPort": 29000}]}),
@@ -320,6 +322,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "spec.trainer.blocks[0].matchAttributes[0] in body should match",
     ),
     (EP, {"spec.routers": [ROUTER]}, f"spec.routers[0]: {ONE_OF}"),
+    (
+        EP,
+        {"spec.routers": [{**ROUTER, "url": "http://me:secret@10.0.0.9:1"}]},
+        "the url must hold no user name or password",
+    ),
+    (
+        EP,
+        dynamo() | {"spec.source.dynamo.url": "http://me@10.0.0.9:1", "spec.source.dynamo.service": None},
+        "no user name",
+    ),
+    (RLP, {"spec.weights": {"sender": {"url": "https://me:secret@10.0.0.7:9450/a"}}}, "no user name or password"),
+    (
+        EP,
+        {"spec.routers": [{**ROUTER, "type": "VLLMRouter", "url": "http://r:1", "adminKeySecretRef": ROUTER_KEY}]},
+        "spec.routers[0].adminKeySecretRef: Forbidden: adminKeySecretRef is for types SGLangRouter and SMG",
+    ),
+    (
+        EP,
+        {"spec.routers": [{"name": "service", "type": "Readiness", "adminKeySecretRef": ROUTER_KEY}]},
+        "spec.routers[0].adminKeySecretRef: Forbidden: adminKeySecretRef is for types SGLangRouter and SMG",
+    ),
     (
         EP,
         {"spec.routers": [{"name": "service", "type": "Readiness", "url": "http://10.0.0.9:1"}]},

@@ -260,6 +260,21 @@ def test_no_role_has_wildcards_or_reads_secrets_at_large(rendered: list[Obj]) ->
             assert rule.get("resourceNames"), rule
 
 
+@pytest.mark.parametrize("namespaces", [[], ["rl"]])
+def test_keys_of_routers_are_read_by_name_where_engines_are(tmp_path: Path, namespaces: list[str]) -> None:
+    values = {"watchNamespaces": namespaces, "routerKeySecrets": ["keys", "more-keys"]}
+    wanted = {
+        "apiGroups": [""],
+        "resources": ["secrets"],
+        "resourceNames": values["routerKeySecrets"],
+        "verbs": ["get"],
+    }
+    kind = "Role" if namespaces else "ClusterRole"
+    assert wanted in rules(chart(tmp_path, values), kind)
+    unset = rules(chart(tmp_path, {"watchNamespaces": namespaces}), "Role", "ClusterRole")
+    assert wanted not in unset
+
+
 def test_every_subject_is_a_service_account_that_is_there(rendered: list[Obj]) -> None:
     made = {(o["metadata"]["namespace"], o["metadata"]["name"]) for o in of_kind(rendered, "ServiceAccount")}
     for binding in (*of_kind(rendered, "RoleBinding"), *of_kind(rendered, "ClusterRoleBinding")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.control.context import ControlSettings
 from rlfleet.control.pool_memory import PoolMemory
 from rlfleet.control.pool_pods import Outcome, unroute, unrouted
-from rlfleet.control.routers import RouterClients, base_url, resolve, routers_of
+from rlfleet.control.routers import RouterClients, RouterKey, base_url, resolve, routers_of
 from rlfleet.kube.client import KubeClient
 from rlfleet.kube.config import Credentials
 from rlfleet.kube.guard import Guard
@@ -161,20 +163,82 @@ async def test_address_is_removed_and_each_router_gives_its_own_verdict(router: 
     host = address()
     silent = RouterEndpoint(name="silent", type=RouterType.SGLANG_ROUTER, url=f"http://{host}:{free_port(host)}")
     real = RouterEndpoint(name="real", type=RouterType.SGLANG_ROUTER, url=router.url)
-    clients = RouterClients(timeout=5, guard=Guard.unelected())
+    clients = RouterClients(KubeClient(nowhere), timeout=5, guard=Guard.unelected())
     try:
-        found = await clients.remove([real, silent], engine)
+        found = await clients.remove([real, silent], engine, {})
         assert found[real.url] is None
         assert "silent" in (found[silent.url] or ""), "no answer is not removed"
         assert not await adapter.lists(engine, 60)
-        assert (await clients.remove([real], engine))[real.url] is None, "absent counts as removed"
+        assert (await clients.remove([real], engine, {}))[real.url] is None, "absent counts as removed"
     finally:
         await clients.close()
         await adapter.close()
 
 
+def test_replicas_of_a_router_have_one_key_and_a_fixed_one_its_own() -> None:
+    ref = {"name": "keys", "key": "main"}
+    out = {"name": "out", "type": "SMG", "url": "http://1.2.3.4:5/", "adminKeySecretRef": ref | {"key": "out"}}
+    free = {"name": "free", "type": "VLLMRouter", "url": "http://1.2.3.4:6"}
+    pods = view(pod("r1"), pod("r2", "10.0.0.2"))
+    found = resolve(pool(routers=[{**SELECTED, "adminKeySecretRef": ref}, out, free]), pods)
+    assert found.keys == {
+        "http://10.0.0.1:30001": RouterKey("ns", "keys", "main"),
+        "http://10.0.0.2:30001": RouterKey("ns", "keys", "main"),
+        "http://1.2.3.4:5": RouterKey("ns", "keys", "out"),
+    }
+
+
+async def test_the_operator_reads_the_key_of_a_router_anew_and_says_what_hinders_it(
+    tmp_path: Path, engine: str
+) -> None:
+    keyed = Router(tmp_path, "SMG", "--api-key", "right")
+    secret: dict[str, Any] = {"metadata": {"name": "keys"}, "data": {}}
+    served = Apiserver({"secrets": [secret]})
+    await served.server.start_server()
+    may = "all"
+
+    async def source() -> Credentials:
+        return Credentials(str(served.server.make_url("")).rstrip("/"), authorization=f"Bearer {may}")
+
+    endpoint = RouterEndpoint(name="main", type=RouterType.SMG, url=keyed.url)
+    adapter = make_router("SMG", keyed.url, key=lambda: "right")
+
+    async def removed(name: str = "keys") -> str:
+        async with KubeClient(source) as kube:
+            clients = RouterClients(kube, timeout=5, guard=Guard.unelected())
+            try:
+                return (await clients.remove([endpoint], engine, {keyed.url: RouterKey("ns", name, "k")}))[
+                    keyed.url
+                ] or ""
+            finally:
+                await clients.close()
+
+    try:
+        await asyncio.to_thread(keyed.start)
+        await adapter.add(engine, seconds=20)
+        assert "Secret ns/other, which spec.routers[].adminKeySecretRef names, does not exist" in await removed("other")
+        assert "has no key 'k'" in await removed()
+        secret["data"]["k"] = "not base64"
+        assert "has no key 'k'" in await removed()
+        secret["data"]["k"] = base64.b64encode(b"two words").decode()
+        assert "one line of ASCII" in await removed()
+        secret["data"]["k"] = base64.b64encode(b"wrong").decode()
+        assert "does not take the key" in await removed()
+        may = "none"
+        assert "may not be read by the operator: name it in the chart's routerKeySecrets" in await removed()
+        assert await adapter.lists(engine, 5), "nothing of that took the entry away"
+        may = "all"
+        secret["data"]["k"] = base64.b64encode(b"right\n").decode()
+        assert await removed() == ""
+        assert not await adapter.lists(engine, 5)
+    finally:
+        await adapter.close()
+        await served.server.close()
+        keyed.close()
+
+
 async def test_a_router_that_became_one_of_another_type_is_called_as_that() -> None:
-    clients = RouterClients(timeout=5, guard=Guard.unelected())
+    clients = RouterClients(KubeClient(nowhere), timeout=5, guard=Guard.unelected())
     for kind in RouterType:
         endpoint = RouterEndpoint(name="main", type=kind, url="http://10.0.0.1:30001")
         assert clients._client(endpoint).type == kind.value
@@ -206,7 +270,7 @@ async def test_an_entry_of_a_dead_engine_goes_unless_it_is_a_living_ones(
     async def source() -> Credentials:
         return Credentials(str(served.server.make_url("")).rstrip("/"), authorization="Bearer all")
 
-    clients = RouterClients(timeout=5, guard=Guard.unelected())
+    clients = RouterClients(KubeClient(nowhere), timeout=5, guard=Guard.unelected())
     dead = fact(0, "dead", ip=ip, finished=True)
     memory, out = PoolMemory("pool-uid"), Outcome()
     memory.see([dead], 0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.gate.kit import Engine, Gate, Operator, Router, Weights, router_entry, until
 
@@ -67,6 +70,60 @@ def test_a_router_that_does_not_answer_keeps_the_engine_waiting_under_its_name(
     operator.enroll([router_entry(router, gone=True)])
     until("promise", lambda: operator.gate.startupz().status_code == 200)
     router.process.popen.send_signal(signal.SIGCONT)
+
+
+def test_a_router_that_demands_a_key_gets_the_one_of_its_name_and_refusals_are_told(
+    engine: Engine, make_gate: Callable[..., Gate], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    behind = Router(tmp_path, "SGLangRouter", "--api-key", "secret-of-the-router")
+    behind.http.headers["Authorization"] = "Bearer secret-of-the-router"
+    try:
+        behind.start()
+        operator = Operator(make_gate(engine.url, RLFLEET_ROUTER_KEYS_DIR=str(keys)))
+        # A replica bears its pod's name, too; the key is that of all of them.
+        operator.enroll([{**router_entry(behind), "name": "main:router-7f"}])
+
+        def says(text: str) -> bool:
+            return text in operator.gate.startupz().json().get("message", "")
+
+        until("what to do", lambda: says("shown none: name the Secret"))
+        assert "adminKeySecretRef" in operator.status()["routerRefusals"]["main:router-7f"]
+        (keys / "main").write_text("mistyped\n")
+        until("what to do next", lambda: says("does not take the key"))
+        (keys / "main").write_text("secret-of-the-router\n")
+        until("promise", lambda: operator.gate.startupz().status_code == 200)
+        opened(operator, behind)
+        assert behind.urls() == [engine.url]
+        status = operator.status()
+        assert (status["routed"], status["routerRefusals"]) == ({"main:router-7f": True}, {})
+        operator.ok("Close")
+        assert behind.urls() == []
+    finally:
+        behind.close()
+
+
+def test_connections_to_routers_that_left_the_pool_are_closed(
+    engine: Engine, router: Router, make_gate: Callable[..., Gate]
+) -> None:
+    operator = Operator(make_gate(engine.url)).ready([router_entry(router)])
+    gate = operator.gate.process
+    assert gate is not None
+    assert router.process is not None
+
+    def connected() -> bool:
+        to = (router.host, router.port)
+        return any(
+            c.raddr == to for c in psutil.Process(gate.popen.pid).net_connections("tcp") if c.status == "ESTABLISHED"
+        )
+
+    operator.status()
+    assert connected()
+    operator.enroll([])
+    # Its own connections would end after ten idle seconds; asked often enough they do not go idle at all.
+    operator.status()
+    assert not connected()
 
 
 def test_no_router_is_legal(operator: Operator) -> None:

@@ -54,6 +54,13 @@ def test_of_what_the_gate_says(status: GateStatus, expected: S, reason: Reason |
     assert (found.state, found.reason) == (expected, reason)
 
 
+def test_a_router_that_refuses_to_tell_is_cited() -> None:
+    """A key that was changed: people must read what to do where they look, and silence says nothing new each time."""
+    told = gate(routed={"r": None}).model_copy(update={"router_refusals": {"r": "HTTP 401: show a key", "s": "no"}})
+    assert state(told).message == "whether the engine is open is not known: router r: HTTP 401: show a key"
+    assert state(gate(routed={"r": None})).message == "whether the engine is open is not known"
+
+
 @pytest.mark.parametrize("waiting", [gate(holds=None), gate(holds=None, load=OperationState.FAILED)])
 def test_closed_engines_say_what_can_help(waiting: GateStatus) -> None:
     key = (fact(0).name, waiting.incarnation or "")

@@ -78,6 +78,23 @@ def test_a_certificate_is_mounted_into_the_gate_alone_and_probed_over_tls() -> N
     assert "rlfleet-tls" not in json.dumps(plain)
 
 
+def test_keys_of_routers_are_mounted_into_the_gate_alone_by_the_router_s_name() -> None:
+    keyed = {"name": "main", "type": "SMG", "url": "http://r:1", "adminKeySecretRef": {"name": "keys", "key": "k"}}
+    free = {"name": "free", "type": "SMG", "url": "http://r:2"}
+    pod = build(pool(routers=[keyed, free]))
+    secret = {"name": "keys", "items": [{"key": "k", "path": "main"}], "optional": True}
+    volume = {"name": "rlfleet-router-keys", "projected": {"sources": [{"secret": secret}]}}
+    assert volume in pod["spec"]["volumes"]
+    mount = {"name": "rlfleet-router-keys", "mountPath": "/var/run/rlfleet/router-keys", "readOnly": True}
+    assert mount in gate(pod)["volumeMounts"]
+    assert env(gate(pod))["RLFLEET_ROUTER_KEYS_DIR"] == mount["mountPath"]
+    assert "router-keys" not in json.dumps(pod["spec"]["containers"])
+    assert "router-keys" not in json.dumps(build(pool(routers=[free])))
+    # Another Secret is another mount, so pods are outdated; a pool without one keeps the hash that it had.
+    assert template.template_hash(pool(routers=[keyed])) != template.template_hash(pool(routers=[free]))
+    assert template.template_hash(pool(routers=[free])) == template.template_hash(pool())
+
+
 def test_an_engine_that_asks_for_a_key_shares_it_with_its_gate_alone() -> None:
     asking = {"containers": [{"name": "engine", "args": ["--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)"]}]}
     pod = build_pod(pool(pod_spec=asking), 0, "a-0-00000", public_keys=KEYS, admin_key="key-of-this-pod")

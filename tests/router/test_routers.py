@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import uvicorn
 from aiohttp import web
 
 from rlfleet.calls import NoAnswer, NotSent, Refused
-from rlfleet.router import Entry, RouterAdapter, make_router, normal
+from rlfleet.router import Entry, RouterAdapter, make_router, normal, usable_key
 from rlfleet_vllm import control_key
 from tests.gate.kit import ROUTERS, Engine, Router, address, free_port
 
@@ -305,6 +306,52 @@ async def test_an_open_circuit_breaker_is_seen_where_the_metrics_are_known(
         await adapter.close()
         await blind.close()
         router.close()
+
+
+KEYS = [
+    ("SGLangRouter", ("--api-key", "right")),
+    ("SGLangRouter", ("--control-plane-api-keys", "a:gates:admin:right", "b:users:user:wrong")),
+    ("SMG", ("--api-key", "right")),
+    ("SMG", ("--control-plane-api-keys", "a:gates:admin:right", "b:users:user:wrong")),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), KEYS)
+async def test_a_router_that_demands_a_key_is_shown_it_and_says_what_to_do_without(
+    kind: str, arguments: tuple[str, ...], tmp_path: Path, worker: Worker
+) -> None:
+    router = Router(tmp_path, kind, *arguments)
+    key = ""
+    adapter = make_router(kind, router.url, router.metrics, lambda: key)
+    try:
+        await asyncio.to_thread(router.start)
+        for call in (
+            partial(adapter.look, seconds=5),
+            partial(adapter.add, seconds=20),
+            partial(adapter.remove, seconds=5),
+        ):
+            with pytest.raises(Refused, match=r"shown none: name the Secret .*adminKeySecretRef"):
+                await call(worker.url)
+        key = "wrong"
+        with pytest.raises(Refused, match=r"does not take the key .* role admin") as refused:
+            await adapter.add(worker.url, seconds=20)
+        assert "wrong" not in str(refused.value), "keys stand in no message"
+        key = "right"  # the Secret was corrected: no new adapter is needed
+        await adapter.add(worker.url, seconds=20)
+        assert await adapter.look(worker.url, 5) == Entry(listed=True)
+        await adapter.remove(worker.url, seconds=10)
+        assert await adapter.look(worker.url, 5) == Entry(listed=False)
+        metrics = await asyncio.to_thread(httpx.get, f"{router.metrics}/metrics")
+        assert metrics.status_code == 200, "for whoever asks"
+    finally:
+        await adapter.close()
+        router.close()
+
+
+@pytest.mark.parametrize("raw", [b"", b" \n", b"two words", b"a\nb", "schl\u00fcssel".encode(), b"\xff"])
+def test_a_key_that_can_stand_in_no_header_is_none(raw: bytes) -> None:
+    assert usable_key(raw) == ""
+    assert usable_key(b" good-key_1=\n") == "good-key_1="
 
 
 RETRIES = ("--retry-max-retries", "300", "--retry-initial-backoff-ms", "100", "--retry-max-backoff-ms", "200")

@@ -47,8 +47,8 @@ class Apiserver:
         if allowed is not None and namespace not in allowed:
             message = f'{parts[-1]} is forbidden: User "x" cannot list resource in namespace "{namespace}"'
             return web.json_response({"kind": "Status", "message": message}, status=403)
-        if parts[-2] == "rlpipelines":
-            return self._one(parts[-1])
+        if parts[-2] in ("rlpipelines", "secrets"):
+            return self._one(parts[-2], parts[-1])
         wanted = [w.partition("=") for w in request.query.get("labelSelector", "").split(",") if w]
         items: list[Any] = [o for o in self.objects.get(parts[-1], []) if _bears(o, wanted)]
         first, size = int(request.query.get("continue") or 0), int(request.query.get("limit") or 500)
@@ -56,8 +56,8 @@ class Apiserver:
         meta = {"resourceVersion": "1", **more}
         return web.json_response({"metadata": meta, "items": items[first : first + size]})
 
-    def _one(self, name: str) -> web.Response:
-        found = next((p for p in self.objects["rlpipelines"] if p["metadata"]["name"] == name), None)
+    def _one(self, kind: str, name: str) -> web.Response:
+        found = next((p for p in self.objects[kind] if p["metadata"]["name"] == name), None)
         if found is None:
-            return web.json_response({"message": f'rlpipelines.rlfleet.dev "{name}" not found'}, status=404)
+            return web.json_response({"message": f'{kind} "{name}" not found'}, status=404)
         return web.json_response(found)

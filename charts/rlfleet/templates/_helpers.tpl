@@ -190,4 +190,11 @@ volumes:
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
+{{- with .Values.routerKeySecrets }}
+# Keys of routers (EnginePool.spec.routers[].adminKeySecretRef), for entries whose engines are gone.
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: {{- toYaml . | nindent 4 }}
+  verbs: [get]
+{{- end }}
 {{- end -}}

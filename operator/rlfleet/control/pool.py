@@ -64,7 +64,7 @@ class PoolReconciler:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._memories: dict[tuple[str, str], PoolMemory] = {}
-        self._routers = routers.RouterClients(timeout=ctx.settings.router_timeout, guard=ctx.guard)
+        self._routers = routers.RouterClients(ctx.kube, timeout=ctx.settings.router_timeout, guard=ctx.guard)
         self._router_urls: dict[tuple[str, str], set[str]] = {}
         self._frontends: dict[tuple[str, str], str] = {}
 

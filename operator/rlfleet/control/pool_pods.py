@@ -148,7 +148,7 @@ async def unroute(
         theirs = await _routers_of_bearers(ctx, namespace, departure.pod)
         departure.done |= theirs & targets
         left = [e for e in left if e.url not in theirs]
-        for url, error in (await clients.remove(left, base_url(departure.pod.ip, port))).items():
+        for url, error in (await clients.remove(left, base_url(departure.pod.ip, port), routers.keys)).items():
             if error is None:
                 departure.done.add(url)
             else:

@@ -10,24 +10,39 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import RouterEndpoint, RouterType
 from rlfleet.calls import CallError
+from rlfleet.kube.client import KubeClient
+from rlfleet.kube.errors import ApiError, Forbidden, NotFound
 from rlfleet.kube.guard import Guard
+from rlfleet.kube.resources import SECRETS
 from rlfleet.plan.adopt import is_home
 from rlfleet.plan.pool_status import Problem
-from rlfleet.plan.template import BY_THE_POD
-from rlfleet.router import RouterAdapter, make_router
+from rlfleet.plan.template import BY_THE_POD, router_keys
+from rlfleet.router import RouterAdapter, make_router, usable_key
 
 #: A gate takes at most this many.
 MAX_ENDPOINTS = 16
 #: Most calls to routers of one pool at the same time.
 PARALLEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RouterKey:
+    """One key of a Secret: what a router demands on its API."""
+
+    namespace: str
+    secret: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,8 @@ class Resolved:
     endpoints: tuple[RouterEndpoint, ...] = ()
     names: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
+    keys: Mapping[str, RouterKey] = field(default_factory=dict)
+    """Where the keys lie of those endpoints that demand one, by URL."""
 
 
 def base_url(ip: str, port: int) -> str:
@@ -56,6 +73,8 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
     endpoints: list[RouterEndpoint] = []
     names: set[str] = set()
     problems: list[Problem] = []
+    namespace, secrets = pool["metadata"]["namespace"], router_keys(pool)
+    keys: dict[str, RouterKey] = {}
     for router in pool["spec"].get("routers") or []:
         if router["type"] in BY_THE_POD:
             continue  # nothing to call: the pods' own readiness or label is the entry
@@ -67,9 +86,11 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
             metrics = base_url(host, int(metrics_port)) if metrics_port and host else None
             endpoints.append(RouterEndpoint(name=name, type=kind, url=url, metrics=metrics))
             names.add(name)
+            if ref := secrets.get(name):
+                keys[url] = RouterKey(namespace, ref["name"], ref["key"])
             continue
         match = (router.get("podSelector") or {}).get("matchLabels") or {}
-        found = [p for p in pods.select(pool["metadata"]["namespace"], match) if _runs(p)]
+        found = [p for p in pods.select(namespace, match) if _runs(p)]
         if not found:
             names.add(name)
             problems.append(Problem(Reason.ROUTER_UNREACHABLE, f"router {name}: no running pod matches its selector"))
@@ -81,12 +102,14 @@ def resolve(pool: Mapping[str, Any], pods: Pods) -> Resolved:
             url = base_url(ip, int(router["port"]))
             endpoints.append(RouterEndpoint(name=own[:253], type=kind, url=url, metrics=metrics))
             names.add(own[:253])
+            if ref := secrets.get(name):
+                keys[url] = RouterKey(namespace, ref["name"], ref["key"])
     if len(endpoints) > MAX_ENDPOINTS:
         problems.append(
             Problem(Reason.ROUTER_AMBIGUOUS, f"{len(endpoints)} router pods match; a gate takes {MAX_ENDPOINTS}")
         )
         endpoints = endpoints[:MAX_ENDPOINTS]
-    return Resolved(tuple(endpoints), frozenset(names), tuple(problems))
+    return Resolved(tuple(endpoints), frozenset(names), tuple(problems), keys)
 
 
 def routers_of(engines: Iterable[Mapping[str, Any]], pools: Iterable[Mapping[str, Any]], pods: Pods) -> set[str]:
@@ -101,20 +124,47 @@ def _runs(pod: Mapping[str, Any]) -> bool:
     return status.get("phase") == "Running" and bool(status.get("podIP"))
 
 
+class KeyUnknown(Exception):
+    """The key of a router can not be had; the message says why and what to do."""
+
+
+async def read_key(kube: KubeClient, where: RouterKey, timeout: float) -> str:
+    """The key as its Secret holds it now. Raises KeyUnknown."""
+    at = f"Secret {where.namespace}/{where.secret}, which spec.routers[].adminKeySecretRef names,"
+    try:
+        secret = await kube.get(SECRETS, where.namespace, where.secret, timeout=timeout)
+        key = usable_key(base64.b64decode((secret.get("data") or {})[where.key], validate=True))
+    except NotFound as e:
+        raise KeyUnknown(f"{at} does not exist") from e
+    except Forbidden as e:
+        raise KeyUnknown(f"{at} may not be read by the operator: name it in the chart's routerKeySecrets") from e
+    except ApiError as e:
+        raise KeyUnknown(f"{at} can not be read: {e}") from e
+    except (KeyError, binascii.Error):
+        raise KeyUnknown(f"{at} has no key {where.key!r}") from None
+    if not key:
+        raise KeyUnknown(f"{at} holds no key in {where.key!r} that could be sent: one line of ASCII without spaces")
+    return key
+
+
 class RouterClients:
     """Connections to routers, one per type and URL. Only a leader removes anything (NotLeader otherwise).
 
     A pool's router may become one of another type at the same URL: the calls of the type before are not its own then,
-    and a vllm-router would pass them on to an engine.
+    and a vllm-router would pass them on to an engine. Keys are read anew for each removal, which is rare.
     """
 
-    def __init__(self, *, timeout: float, guard: Guard) -> None:
+    def __init__(self, kube: KubeClient, *, timeout: float, guard: Guard) -> None:
+        self._kube = kube
         self._timeout = timeout
         self._guard = guard
         self._clients: dict[tuple[RouterType, str], RouterAdapter] = {}
+        self._keys: dict[str, str] = {}
         self._slots = asyncio.Semaphore(PARALLEL)
 
-    async def remove(self, endpoints: Iterable[RouterEndpoint], url: str) -> dict[str, str | None]:
+    async def remove(
+        self, endpoints: Iterable[RouterEndpoint], url: str, keys: Mapping[str, RouterKey]
+    ) -> dict[str, str | None]:
         """Take ``url`` out of all of them and read that back: router URL -> None (done) or what went wrong."""
         targets = list(endpoints)
 
@@ -122,8 +172,10 @@ class RouterClients:
             async with self._slots:
                 try:
                     with self._guard.mutation("router"):
+                        where = keys.get(endpoint.url)
+                        self._keys[endpoint.url] = await read_key(self._kube, where, self._timeout) if where else ""
                         await self._client(endpoint).remove(url, seconds=self._timeout)
-                except CallError as e:
+                except (CallError, KeyUnknown) as e:
                     return f"router {endpoint.name}: {e}"
             return None
 
@@ -134,13 +186,18 @@ class RouterClients:
         """Close the connections to routers that are not in ``urls`` any more."""
         for key in [k for k in self._clients if k[1] not in urls]:
             await self._clients.pop(key).close()
+        self._keys = {url: key for url, key in self._keys.items() if url in urls}
 
     async def close(self) -> None:
         """Close all connections."""
         await self.keep_only(set())
 
     def _client(self, endpoint: RouterEndpoint) -> RouterAdapter:
-        key = (endpoint.type, endpoint.url)
-        if key not in self._clients:
-            self._clients[key] = make_router(endpoint.type.value, endpoint.url)
-        return self._clients[key]
+        at = (endpoint.type, endpoint.url)
+        if at not in self._clients:
+            key = partial(self._key_of, endpoint.url)
+            self._clients[at] = make_router(endpoint.type.value, endpoint.url, key=key)
+        return self._clients[at]
+
+    def _key_of(self, url: str) -> str:
+        return self._keys.get(url, "")

@@ -292,7 +292,7 @@ async def open_routes(ctx: GateContext, request: OperationRequest) -> Result:
         return {}
     # Until every job has a known end, a Close must reckon with a late one.
     ctx.store.router_add_since_ms = ctx.store.router_add_since_ms or now_ms()
-    await _at_each(routers, lambda r: ctx.routers.adapter(r).add(ctx.routers.own_url, seconds=order.deadline_seconds))
+    await _at_each(routers, lambda r: _add(ctx, r, order.deadline_seconds))
     ctx.store.router_add_since_ms = None
     return {}
 
@@ -329,12 +329,18 @@ async def close_routes(ctx: GateContext, request: OperationRequest) -> Result:
     return {}
 
 
+async def _add(ctx: GateContext, router: RouterEndpoint, seconds: float) -> None:
+    """Have one router list our URL."""
+    async with ctx.routers.using(router) as adapter:
+        await adapter.add(ctx.routers.own_url, seconds=seconds)
+
+
 async def _remove(ctx: GateContext, router: RouterEndpoint, seconds: float) -> bool:
     """Remove our URL from one router; whether it was listed."""
-    adapter = ctx.routers.adapter(router)
-    listed = await adapter.lists(ctx.routers.own_url, seconds)
-    if listed:
-        await adapter.remove(ctx.routers.own_url, seconds=seconds)
+    async with ctx.routers.using(router) as adapter:
+        listed = await adapter.lists(ctx.routers.own_url, seconds)
+        if listed:
+            await adapter.remove(ctx.routers.own_url, seconds=seconds)
     return listed
 
 

@@ -49,7 +49,7 @@ class Gate:
             store=self.store,
             area=StagingArea(config.staging_dir, config.capacity_bytes),
             engine=EngineLink(adapter, self.store, allow_unknown_version=config.allow_unknown_version),
-            routers=Routers(self.store),
+            routers=Routers(self.store, config.router_keys_dir),
             devices=Devices(config.node, config.devices, is_own=of_pod(config.pod_uid)),
             metrics=GateMetrics(),
         )
@@ -178,6 +178,7 @@ class Gate:
             staging_capacity_bytes=self.ctx.area.usable_bytes,
             routed={name: None if entry is None else entry.listed for name, entry in entries.items()},
             shunned=shunned,
+            router_refusals=dict(self.ctx.routers.refusals),
             devices=devices,
             released=store.memory.released,
             releasing=bool(store.memory.in_between),

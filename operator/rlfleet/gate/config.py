@@ -56,6 +56,8 @@ class GateConfig:
     """Drive an engine of a version that rlfleet.engine.known does not list."""
     tls_dir: Path | None = None
     """Folder with tls.crt and tls.key; None: plain HTTP."""
+    router_keys_dir: Path | None = None
+    """Folder with a file for each router that demands a key, called as the pool calls the router; None: none does."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -109,6 +111,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         checkpoint_dir=Path(text) if (text := env.get("RLFLEET_CHECKPOINT_DIR", "").strip()) else None,
         allow_unknown_version=_switch(env, "RLFLEET_ENGINE_ALLOW_UNKNOWN_VERSION"),
         tls_dir=Path(text) if (text := env.get("RLFLEET_TLS_DIR", "").strip()) else None,
+        router_keys_dir=Path(text) if (text := env.get("RLFLEET_ROUTER_KEYS_DIR", "").strip()) else None,
     )
 
 

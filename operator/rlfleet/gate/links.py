@@ -12,14 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from rlfleet.api.wire import EngineReport, EngineState, RouterEndpoint
 from rlfleet.calls import CallError, Refused
 from rlfleet.engine import Capability, EngineAdapter, Facts, View, known
 from rlfleet.gate.rules import proven_paused, voids_proof
 from rlfleet.gate.store import Store
-from rlfleet.router import Entry, RouterAdapter, make_router, normal
+from rlfleet.router import Entry, RouterAdapter, make_router, normal, usable_key
 
 log = logging.getLogger(__name__)
 
@@ -167,17 +171,28 @@ class EngineLink:
         return proven_paused(view.admitting, self._store.paused)
 
 
+@dataclass(slots=True)
+class _Shared:
+    """An adapter, and how many use it now."""
+
+    adapter: RouterAdapter
+    users: int = 0
+
+
 class Routers:
     """The routers of this engine's pool, as the latest enrolment names them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, keys_dir: Path | None = None) -> None:
         self._store = store
-        self._adapters: dict[tuple[str, str, str | None], RouterAdapter] = {}
+        self._keys_dir = keys_dir
+        self._adapters: dict[tuple[str, str, str | None, str], _Shared] = {}
+        #: Router name -> how it refused to be read when it was looked at last. Silence is none: its words would change.
+        self.refusals: dict[str, str] = {}
 
     async def close(self) -> None:
         """Close connections; touches no entry."""
-        for adapter in self._adapters.values():
-            await adapter.close()
+        for shared in self._adapters.values():
+            await shared.adapter.close()
         self._adapters.clear()
 
     @property
@@ -191,12 +206,35 @@ class Routers:
         enrolment = self._store.enrolment
         return [r for r in enrolment.routers if not r.gone] if enrolment is not None else []
 
-    def adapter(self, router: RouterEndpoint) -> RouterAdapter:
-        """The adapter for one router, with its connections kept open."""
-        key = (router.type.value, router.url, router.metrics)
+    @asynccontextmanager
+    async def using(self, router: RouterEndpoint) -> AsyncIterator[RouterAdapter]:
+        """The adapter for one router; its connections stay open for as long as the enrolment names the router."""
+        key = _key_of(router)
         if key not in self._adapters:
-            self._adapters[key] = make_router(*key)
-        return self._adapters[key]
+            self._adapters[key] = _Shared(make_router(*key[:3], partial(self._key, key[3])))
+        shared = self._adapters[key]
+        shared.users += 1
+        try:
+            yield shared.adapter
+        finally:
+            shared.users -= 1
+            await self._prune()
+
+    async def _prune(self) -> None:
+        """Close the connections to routers that the enrolment does not name any more, but those in use."""
+        wanted = {_key_of(r) for r in self.endpoints()}
+        for key in [k for k, shared in self._adapters.items() if k not in wanted and not shared.users]:
+            await self._adapters.pop(key).adapter.close()
+
+    def _key(self, named: str) -> str:
+        """The key that the pool's router of this name demands, as its Secret has it now; empty: none is there."""
+        try:
+            return usable_key((self._keys_dir / named).read_bytes()) if self._keys_dir is not None else ""
+        except FileNotFoundError:
+            return ""
+        except OSError as e:
+            log.warning("the key of router %s can not be read: %s", named, e)
+            return ""
 
     async def routed(self) -> dict[str, bool | None]:
         """Router name -> whether it lists our URL; None: it does not answer."""
@@ -205,15 +243,25 @@ class Routers:
     async def look(self) -> dict[str, Entry | None]:
         """Router name -> our entry there; None: it does not answer."""
         endpoints = self.endpoints()
+        await self._prune()
         answers = await asyncio.gather(*(self._look(r) for r in endpoints))
-        return {r.name: answer for r, answer in zip(endpoints, answers, strict=True)}
+        self.refusals = {
+            r.name: str(a)[:400] for r, a in zip(endpoints, answers, strict=True) if isinstance(a, Refused)
+        }
+        return {r.name: None if isinstance(a, CallError) else a for r, a in zip(endpoints, answers, strict=True)}
 
-    async def _look(self, router: RouterEndpoint) -> Entry | None:
+    async def _look(self, router: RouterEndpoint) -> Entry | CallError:
         try:
-            return await self.adapter(router).look(self.own_url, ROUTER_SECONDS)
+            async with self.using(router) as adapter:
+                return await adapter.look(self.own_url, ROUTER_SECONDS)
         except CallError as e:
             log.debug("router %s: %s", router.name, e)
-            return None
+            return e
+
+
+def _key_of(router: RouterEndpoint) -> tuple[str, str, str | None, str]:
+    """What an adapter is made from; last the pool's name of the router, to which replicas add that of their pod."""
+    return router.type.value, router.url, router.metrics, router.name.partition(":")[0]
 
 
 def now_ms() -> int:

@@ -85,12 +85,12 @@ class StartupPromise:
         """Remove our URL wherever it is listed; None when every router was read and none listed it."""
         listed = False
         for router in self._routers.endpoints():
-            adapter = self._routers.adapter(router)
             try:
-                if await adapter.lists(self._routers.own_url, REMOVE_SECONDS):
-                    listed = True
-                    log.warning("own URL is in router %s at first start; removing it", router.name)
-                    await adapter.remove(self._routers.own_url, seconds=REMOVE_SECONDS)
+                async with self._routers.using(router) as adapter:
+                    if await adapter.lists(self._routers.own_url, REMOVE_SECONDS):
+                        listed = True
+                        log.warning("own URL is in router %s at first start; removing it", router.name)
+                        await adapter.remove(self._routers.own_url, seconds=REMOVE_SECONDS)
             except CallError as e:
                 return ErrorBody(
                     reason=ErrorReason.ROUTER_UNREACHABLE,

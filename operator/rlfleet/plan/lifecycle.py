@@ -320,6 +320,12 @@ def _silent(pod: PodFact, previous: EngineState | None) -> Derived:
     return Derived(_early(pod))
 
 
+def _not_known(gate: GateStatus, routers: frozenset[str]) -> str:
+    """Why nobody can tell whether a proven engine is open."""
+    told = sorted(f"router {name}: {why}" for name, why in gate.router_refusals.items() if name in routers)
+    return f"whether the engine is open is not known{': ' if told else ''}{told[0] if told else ''}"[:500]
+
+
 def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[str]) -> Derived:
     """The engine process answers: is it proven, and is it open?"""
     holds = gate.holds
@@ -332,7 +338,7 @@ def _serving(gate: GateStatus, committed: Committed | None, routers: frozenset[s
         if gate.engine.paused is False and all(gate.routed.get(r) is True for r in routers):
             return Derived(EngineState.ACTIVE)
         if gate.engine.paused is None or any(gate.routed.get(r) is None for r in routers):
-            return Derived(EngineState.LOADING, Reason.ROUTER_UNREACHABLE, "whether the engine is open is not known")
+            return Derived(EngineState.LOADING, Reason.ROUTER_UNREACHABLE, _not_known(gate, routers))
         return Derived(EngineState.LOADING, Reason.ENGINES_CLOSED, "holds the committed version and is closed")
     if any(gate.routed.get(r) for r in routers) and gate.engine.paused is False and committed is not None:
         held = f"version {holds.version}" if holds else "unproven weights"

@@ -26,6 +26,9 @@ from rlfleet.plan.template import (
     GPU_RESOURCE,
     PLUGIN_DIR,
     PLUGIN_VOLUME,
+    ROUTER_KEYS_DIR,
+    ROUTER_KEYS_DIR_ENV,
+    ROUTER_KEYS_VOLUME,
     STAGING_DIR,
     STAGING_VOLUME,
     STARTED_PATH,
@@ -48,6 +51,7 @@ from rlfleet.plan.template import (
     gpus_per_engine,
     is_claims,
     is_pinned,
+    router_keys,
     staging_mib,
     template_hash,
     template_of,
@@ -141,6 +145,7 @@ def build_pod(
         {"name": STATE_VOLUME, "emptyDir": {}},
         {"name": STAGING_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": f"{staging}Mi"}},
         *([{"name": TLS_VOLUME, "secret": {"secretName": tls_secret}}] if tls_secret else []),
+        *([_router_keys_volume(keys)] if (keys := router_keys(pool)) else []),
         *([{"name": PLUGIN_VOLUME, "emptyDir": {}}] if has_plugin(pool) else []),
     ]
     if by_readiness(pool):
@@ -300,6 +305,8 @@ def _gate_container(
         env += [_value(name, ",".join(assignment.devices)) for name in ("RLFLEET_DEVICES", VISIBLE_DEVICES)]
     if tls:
         env.append(_value(TLS_DIR_ENV, TLS_DIR))
+    if keys := router_keys(pool):
+        env.append(_value(ROUTER_KEYS_DIR_ENV, ROUTER_KEYS_DIR))
     if engine_of(pool).get("allowUnknownVersion"):
         env.append(_value(UNKNOWN_VERSION_ENV, "true"))
     if by_readiness(pool):
@@ -321,6 +328,7 @@ def _gate_container(
             {"name": STATE_VOLUME, "mountPath": STATE_DIR},
             {"name": STAGING_VOLUME, "mountPath": STAGING_DIR},
             *([{"name": TLS_VOLUME, "mountPath": TLS_DIR, "readOnly": True}] if tls else []),
+            *([{"name": ROUTER_KEYS_VOLUME, "mountPath": ROUTER_KEYS_DIR, "readOnly": True}] if keys else []),
             *({**copy.deepcopy(mount), "readOnly": True} for mount in checkpoints),
         ],
         "startupProbe": _probe("/startupz", port, tls, period=1, failures=GATE_START_FAILURES),
@@ -336,6 +344,15 @@ def _our_security(pool: Mapping[str, Any]) -> Obj:
     if (template_of(pool)["spec"].get("securityContext") or {}).get("runAsUser") == 0:
         found |= {"runAsUser": OUR_USER, "runAsGroup": OUR_USER}
     return found
+
+
+def _router_keys_volume(keys: Mapping[str, Mapping[str, str]]) -> Obj:
+    """One file per router. A missing Secret keeps no pod from starting: the gate says which router refuses it."""
+    sources = [
+        {"secret": {"name": ref["name"], "items": [{"key": ref["key"], "path": router}], "optional": True}}
+        for router, ref in keys.items()
+    ]
+    return {"name": ROUTER_KEYS_VOLUME, "projected": {"sources": sources}}
 
 
 def _probe(path: str, port: int, tls: bool, *, period: int, failures: int) -> Obj:

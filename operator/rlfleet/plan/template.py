@@ -22,11 +22,13 @@ GATE: Final = "gate"
 STATE_VOLUME: Final = "rlfleet-state"
 STAGING_VOLUME: Final = "rlfleet-staging"
 TLS_VOLUME: Final = "rlfleet-tls"
+ROUTER_KEYS_VOLUME: Final = "rlfleet-router-keys"
 #: Package rlfleet_vllm, brought beside a vLLM engine by an init container of the same name.
 PLUGIN_VOLUME: Final = "rlfleet-vllm"
 STATE_DIR: Final = "/var/lib/rlfleet/state"
 STAGING_DIR: Final = "/var/lib/rlfleet/staging"
 TLS_DIR: Final = "/var/run/rlfleet/tls"
+ROUTER_KEYS_DIR: Final = "/var/run/rlfleet/router-keys"
 PLUGIN_DIR: Final = "/var/lib/rlfleet/vllm"
 #: How a pod of a Claims pool calls its ResourceClaim.
 DEVICE_CLAIM: Final = "rlfleet-devices"
@@ -45,6 +47,8 @@ INFERENCE_POOL: Final = "InferencePool"
 BY_THE_POD: Final = frozenset({READINESS, INFERENCE_POOL})
 #: Tells a gate where its certificate lies; a pod without it has a gate that speaks plain HTTP.
 TLS_DIR_ENV: Final = "RLFLEET_TLS_DIR"
+#: Folder of the gate with one file for each router that demands a key, called as the router is.
+ROUTER_KEYS_DIR_ENV: Final = "RLFLEET_ROUTER_KEYS_DIR"
 #: The key of one pod's engine for its control paths, for the engine's own arguments to refer to: SGLang takes
 #: ``--admin-api-key=$(RLFLEET_ENGINE_ADMIN_KEY)``.
 ADMIN_KEY_ENV: Final = "RLFLEET_ENGINE_ADMIN_KEY"
@@ -52,7 +56,8 @@ ADMIN_KEY_ENV: Final = "RLFLEET_ENGINE_ADMIN_KEY"
 API_KEY_ENV: Final = "RLFLEET_ENGINE_API_KEY"
 
 _RESERVED_PREFIX = "RLFLEET_"
-_VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME, PLUGIN_VOLUME)
+_VOLUMES = (STATE_VOLUME, STAGING_VOLUME, TLS_VOLUME, ROUTER_KEYS_VOLUME, PLUGIN_VOLUME)
+_FOLDERS = tuple(f"{folder}/" for folder in (STATE_DIR, STAGING_DIR, TLS_DIR, ROUTER_KEYS_DIR, PLUGIN_DIR))
 _INIT_CONTAINERS = (GATE, PLUGIN_VOLUME)
 
 
@@ -120,6 +125,12 @@ def assignments(pool: Mapping[str, Any]) -> list[Assignment]:
 def by_readiness(pool: Mapping[str, Any]) -> bool:
     """Whether pods are Ready only while their engine serves the committed version."""
     return any(r.get("type") == READINESS for r in pool["spec"].get("routers") or [])
+
+
+def router_keys(pool: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Where the keys of its routers lie, by the router's name: ``name`` of a Secret, ``key`` in it."""
+    named = pool["spec"].get("routers") or []
+    return {r["name"]: dict(ref) for r in named if (ref := r.get("adminKeySecretRef"))}
 
 
 def by_label(pool: Mapping[str, Any]) -> bool:
@@ -207,7 +218,7 @@ def _validate_spec(pool: Mapping[str, Any], spec: Mapping[str, Any], where: str)
             if mount.get("name") in _VOLUMES:
                 raise InvalidPool(f"{at}: volumeMounts of {mount['name']!r} are the operator's")
             path = str(mount.get("mountPath") or "").rstrip("/") + "/"
-            if path.startswith((f"{STATE_DIR}/", f"{STAGING_DIR}/", f"{TLS_DIR}/", f"{PLUGIN_DIR}/")):
+            if path.startswith(_FOLDERS):
                 raise InvalidPool(f"{at}: mountPath {path!r} is the operator's")
         for env in container.get("env") or []:
             key = str(env.get("name") or "")
@@ -282,6 +293,7 @@ def _hash_v1(pool: Mapping[str, Any]) -> str:
         },
         "placement": placement.get("mode") or "Scheduler",
         **({"readiness": True} if by_readiness(pool) else {}),
+        **({"routerKeys": router_keys(pool)} if router_keys(pool) else {}),
         # Left out where they are not set, so that pods from before these fields existed keep their hash.
         **{key: placement[key] for key in ("nodes", "packDomain") if placement.get(key)},
     }

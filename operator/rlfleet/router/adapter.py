@@ -5,11 +5,13 @@ Invariants every adapter keeps:
   engine twice, and a look-up for one spelling would miss the other;
 - "accepted" is not "listed": ``add`` ends only when the router's own job has ended;
 - "listed" is not "used": an entry that the router shuns (health check, circuit breaker) says so;
-- a router that does not answer raises; an empty list is only ever an answer.
+- a router that does not answer raises; an empty list is only ever an answer;
+- a key is asked for anew with each call, so that one that was changed counts at once, and stands in no message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -23,6 +25,21 @@ class Entry:
 
     listed: bool
     shunned: str = ""
+
+
+#: The key that the router demands on its API as it is now; empty: none is known.
+Key = Callable[[], str]
+
+
+def no_key() -> str:
+    """For routers that were started without one."""
+    return ""
+
+
+def usable_key(raw: bytes) -> str:
+    """The key that a Secret or file holds, without the white space around it; empty: it can stand in no header."""
+    text = raw.decode("ascii", "replace").strip()
+    return text if text.isascii() and text.isprintable() and " " not in text else ""
 
 
 class RouterAdapter(Protocol):

@@ -30,7 +30,7 @@ class SGLangRouterAdapter(WorkerList):
         deadline = time.monotonic() + seconds
         if await self.lists(url, QUICK):
             return
-        answer = await self._http.call("POST", "/workers", seconds=QUICK, body={"url": normal(url)})
+        answer = await self._call("POST", "/workers", seconds=QUICK, body={"url": normal(url)})
         worker = answer.body.get("worker_id") if isinstance(answer.body, dict) else None
         if not isinstance(worker, str):
             raise Refused("POST /workers", answer.status, f"no worker_id in the answer: {explain(answer)}")
@@ -38,7 +38,7 @@ class SGLangRouterAdapter(WorkerList):
         began: int | None = None
         while time.monotonic() < deadline:
             listed = await self.lists(url, QUICK)
-            job = job_of(await self._http.ask("GET", f"/workers/{quote(worker, safe='')}", seconds=QUICK))
+            job = job_of(await self._ask("GET", f"/workers/{quote(worker, safe='')}", seconds=QUICK))
             if listed and job.get("status") != "processing":
                 return
             if job.get("status") == "processing":
@@ -49,7 +49,7 @@ class SGLangRouterAdapter(WorkerList):
         raise NoAnswer(f"POST {self._http.base_url}/workers: {normal(url)} is not listed after {seconds:g} s")
 
     async def _delete(self, worker: dict[str, Any]) -> None:
-        await delete_by_id(self._http.ask, worker)
+        await delete_by_id(self._ask, worker)
 
 
 def job_of(answer: Answer) -> dict[str, Any]:

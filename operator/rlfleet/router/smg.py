@@ -52,7 +52,7 @@ class SMGAdapter(WorkerList):
     async def _begin(self, url: str) -> str | None:
         """Ask for the entry; the id of the job's worker, or None where somebody else's job is under way."""
         body = {"url": normal(url), "health": {"drain_settle_secs": 0}}
-        answer = await self._http.ask("POST", "/workers", seconds=QUICK, body=body)
+        answer = await self._ask("POST", "/workers", seconds=QUICK, body=body)
         if answer.status == 409:
             return None
         worker = answer.body.get("worker_id") if isinstance(answer.body, dict) else None
@@ -62,7 +62,7 @@ class SMGAdapter(WorkerList):
 
     async def _still_under_way(self, worker: str, url: str) -> None:
         """Raise where the job has ended and left no entry."""
-        answer = await self._http.ask("GET", f"/workers/{quote(worker, safe='')}", seconds=QUICK)
+        answer = await self._ask("GET", f"/workers/{quote(worker, safe='')}", seconds=QUICK)
         job = job_of(answer)
         failed = job.get("status") == "failed" and job.get("job_type") == "AddWorker"
         # Listed and forgotten between our two questions is a job that ended well.
@@ -72,4 +72,4 @@ class SMGAdapter(WorkerList):
 
     async def _delete(self, worker: dict[str, Any]) -> None:
         if worker.get("status") != _DRAINING:
-            await delete_by_id(self._http.ask, worker)
+            await delete_by_id(self._ask, worker)

@@ -32,7 +32,7 @@ class VLLMRouterAdapter(WorkerList):
         if await self.lists(url, QUICK):
             return
         left = max(0.1, deadline - time.monotonic())
-        answer = await self._http.ask("POST", "/workers", seconds=left, body={"url": normal(url)})
+        answer = await self._ask("POST", "/workers", seconds=left, body={"url": normal(url)})
         # Somebody else's addition of the same URL may have been quicker: what counts is the list.
         if await self.lists(url, QUICK):
             return
@@ -41,4 +41,4 @@ class VLLMRouterAdapter(WorkerList):
         raise NoAnswer(f"POST {self._http.base_url}/workers: {normal(url)} is not listed although it says so")
 
     async def _delete(self, worker: dict[str, Any]) -> None:
-        await self._http.call("POST", f"/remove_worker?url={quote(worker['url'], safe='')}", seconds=QUICK)
+        await self._call("POST", f"/remove_worker?url={quote(worker['url'], safe='')}", seconds=QUICK)

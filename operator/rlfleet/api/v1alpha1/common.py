@@ -75,7 +75,20 @@ ManifestDigest = Annotated[str, Field(max_length=71, pattern=r"^sha256:[0-9a-f]{
 ShortText = Annotated[str, Field(max_length=256)]
 Message = Annotated[str, Field(max_length=1024)]
 ReasonText = Annotated[str, Field(max_length=64, pattern=r"^[A-Z][A-Za-z0-9]*$")]
-Url = Annotated[str, Field(max_length=512, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$")]
+ReportedUrl = Annotated[str, Field(max_length=512, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$")]
+#: What a user writes. Whatever stands in it is repeated in status, Events and logs.
+Url = Annotated[
+    ReportedUrl,
+    Field(
+        json_schema_extra=rules(
+            rule(
+                "!self.matches('^[a-z]+://[^/]*@')",
+                "the url must hold no user name or password: it is repeated in status, Events and logs; write the "
+                "address alone",
+            )
+        )
+    ),
+]
 Port = Annotated[int, Field(ge=1, le=65535)]
 WeightVersion = Annotated[int, Field(ge=-1, le=MAX_VERSION)]
 Generation = Annotated[int, Field(ge=0, le=MAX_EXACT)]

@@ -224,6 +224,12 @@ class Router(Spec):
                 at=".type",
             ),
             rule(
+                "!has(self.adminKeySecretRef) || self.type in ['SGLangRouter', 'SMG']",
+                "adminKeySecretRef is for types SGLangRouter and SMG: no other router demands a key on its API",
+                at=".adminKeySecretRef",
+                reason="FieldValueForbidden",
+            ),
+            rule(
                 "!has(self.podSelector) || has(self.port)",
                 "podSelector needs port",
                 at=".port",
@@ -256,6 +262,13 @@ class Router(Spec):
         default=None,
         description="Port of the router's metrics (--prometheus-port), on the host of its API. With it gates also see "
         "circuit breakers that are open, which routers tell nowhere else; without it only failed health checks.",
+    )
+    admin_key_secret_ref: SecretKey | None = Field(
+        default=None,
+        description="The key that the router demands on its API: its --api-key, or one of --control-plane-api-keys "
+        "with the role admin. Mounted into the gates of new pods, which follow changes of the Secret; naming another "
+        "Secret changes pods, so they become outdated. The operator reads it, too, for engines that are gone: it must "
+        "be allowed to (chart value routerKeySecrets). Types SGLangRouter and SMG. Absent: none is demanded.",
     )
 
 

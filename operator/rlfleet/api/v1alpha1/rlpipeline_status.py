@@ -24,10 +24,10 @@ from rlfleet.api.v1alpha1.common import (
     ObjectName,
     Port,
     ReasonText,
+    ReportedUrl,
     ShortText,
     Status,
     Uid,
-    Url,
     WeightVersion,
     WholeNumber,
     keyed_by,
@@ -99,7 +99,7 @@ class SenderIdentity(Status):
 
     pod_uid: Uid = Field(alias="podUID", description="UID of its pod.")
     incarnation: Uid = Field(description="Nonce of its process; a restarted trainer has another one.")
-    url: Url = Field(description="Base URL under which it answers.")
+    url: ReportedUrl = Field(description="Base URL under which it answers.")
 
 
 class PublicKey(Status):

@@ -166,6 +166,11 @@ class GateStatus(Report):
         description="router name -> why it sends us no requests although it lists us: its health check, or its circuit "
         "breaker; routers that do not say so are left out",
     )
+    router_refusals: dict[str, str] = Field(
+        default_factory=dict,
+        description="router name -> how it refused to tell whether it lists us; those that told, and those that gave "
+        "no answer at all, are left out",
+    )
     devices: DeviceReport = DeviceReport(source="Unknown")
     released: tuple[MemoryTag, ...] = Field(
         default=(), description="what the engine has given back and not taken again"

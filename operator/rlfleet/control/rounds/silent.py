@@ -63,7 +63,7 @@ async def left_out(run: Executor, silent: Iterable[str]) -> tuple[str, ...]:
         return ()
     listed = await run.ledger.kube.list(PODS, run.ledger.namespace, timeout=run.ctx.settings.api_timeout)
     live = LivePods(listed.items)
-    clients = RouterClients(timeout=run.ctx.settings.router_timeout, guard=run.ctx.guard)
+    clients = RouterClients(run.ctx.kube, timeout=run.ctx.settings.router_timeout, guard=run.ctx.guard)
     done: list[str] = []
     try:
         for name, (fact, pool) in known.items():
@@ -86,7 +86,7 @@ async def _remove(clients: RouterClients, pool: Obj, live: LivePods, pod: Obj) -
         return False  # more routers than are looked after
     # The port that the pool names now, and the one with which the pod was made.
     for port in {engine_port(pool), *_made_with(pod)}:
-        errors = await clients.remove(found.endpoints, base_url(ip, port))
+        errors = await clients.remove(found.endpoints, base_url(ip, port), found.keys)
         if any(errors.values()):
             return False
     return True
