@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -139,7 +140,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @asynccontextmanager
 async def serving(
-    world: World, folder: Path, limiter: RateLimiter | None = None, **settings: Any
+    world: World, folder: Path, limiter: RateLimiter | None = None, kind: type[Discovery] = Discovery, **settings: Any
 ) -> AsyncIterator[Discovery]:
     """Discovery with a view of pods that is being made."""
     kubeconfig = folder / "kubeconfig"
@@ -152,7 +153,7 @@ async def serving(
             }
         )
     )  # fmt: skip
-    chosen = Settings(discovery=True, discovery_port=0, kubeconfig=str(kubeconfig), **settings)
+    chosen = Settings(**{"discovery_port": 0, **settings}, discovery=True, kubeconfig=str(kubeconfig))
 
     async def source() -> Any:
         return await load(str(kubeconfig))
@@ -162,7 +163,7 @@ async def serving(
         task = asyncio.create_task(view.run())
         if world.listing_pods.is_set():
             await view.wait_synced()
-        served = Discovery(chosen, kube, view, authorities=None, observer=OperatorMetrics())
+        served = kind(chosen, kube, view, authorities=None, observer=OperatorMetrics())
         await served.start()
         try:
             yield served
@@ -319,3 +320,21 @@ async def test_with_tokens_the_apiserver_judges_the_reader(world: World, tmp_pat
         asked = len(world.asked)
         assert (await get(served))[0] == 401
         assert len(world.asked) == asked
+
+
+async def test_a_port_that_is_taken_leaves_no_session_open(world: World, tmp_path: Path) -> None:
+    made: list[Discovery] = []
+
+    class Noted(Discovery):
+        async def start(self) -> None:
+            made.append(self)
+            await super().start()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="address already in use"):
+            async with serving(world, tmp_path, kind=Noted, discovery_auth="token", discovery_port=port):
+                pass
+    (one,) = made
+    assert one._session is not None
+    assert one._session.closed

@@ -10,8 +10,10 @@ import pytest
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1 import EngineState
+from rlfleet.control.context import ControlSettings
+from rlfleet.control.pool import PoolReconciler
 from rlfleet.control.workers import WorkerMemory, _strange, frontend_url, stand
-from rlfleet.discovery.client import Unknown
+from rlfleet.discovery.client import Frontends, Unknown
 from rlfleet.plan.catchup import needs as needs_catch_up
 from rlfleet.plan.drops import to_close as round_closes
 from rlfleet.plan.dynamo import REQUIRED, Listing, Worker
@@ -148,8 +150,39 @@ def test_another_process_in_the_pod_has_no_verdict_of_the_one_before() -> None:
     memory = WorkerMemory()
     assert seen(memory, told(), one())[0].kept_out
     assert not seen(memory, AWAY, one(number="8"))[0].kept_out
-    memory.forget("uid-a")
+    memory.keep_only({"uid-a"}.__contains__)
+    assert seen(memory, AWAY, one())[0].kept_out
+    memory.keep_only({"uid-b"}.__contains__)
     assert not seen(memory, AWAY, one())[0].kept_out
+
+
+async def test_what_no_pool_names_any_more_is_forgotten_and_nothing_else() -> None:
+    """After a takeover pipelines ask frontends of pools that this operator has not looked at yet."""
+    mine = view(pod("a"))
+    ctx = SimpleNamespace(
+        pods=mine, workers=WorkerMemory(), frontends=Frontends(), kube=None, guard=None, settings=ControlSettings()
+    )
+    pools = PoolReconciler(ctx)  # type: ignore[arg-type]
+    other, own = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    named = {**POOL, "spec": {**POOL["spec"], "source": {"dynamo": {"url": own}}}}
+    first, second = ("ns", "first"), ("ns", "second")
+    ctx.workers.verdicts = {"a": ("7", None), "gone": ("8", None)}
+    try:
+        for url in (other, own):
+            await ctx.frontends.look(url, patience=0)
+        asked = dict(ctx.frontends._frontends)
+        await pools._note_frontend(first, named)
+        await pools._note_frontend(second, named)
+        await pools._note_frontend(first, None)
+        assert ctx.frontends._frontends == asked, "another pool names it still, and the other one is somebody else's"
+        assert ctx.workers.verdicts == {"a": ("7", None)}
+        # The last one goes.
+        await pools._note_frontend(second, {**POOL, "spec": {**POOL["spec"], "source": {"template": {}}}})
+        assert list(ctx.frontends._frontends) == [other]
+        assert pools._frontends == {}
+    finally:
+        await ctx.frontends.close()
+        await pools.close()
 
 
 def test_one_that_answers_and_does_not_say_who_it_is_is_unknown_and_one_that_starts_is_waited_for() -> None:

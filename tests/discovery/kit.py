@@ -27,6 +27,7 @@ class Site:
         self.workers: list[Worker] = [worker("e-0"), worker("e-1"), worker("f-0", "f", pipeline="q")]
         self.failure = ""
         self.hold: asyncio.Event | None = None
+        self.judge: asyncio.Event | None = None
         self.scopes: list[Scope] = []
         self.results: list[str] = []
         board = Board(self._list, Prober(self._probe, NAMING, cap=8), NAMING, timeout=30)
@@ -46,6 +47,8 @@ class Site:
         return gate(holds=(3, DIGEST_A))
 
     async def _authorize(self, header: str | None, scope: Scope) -> None:
+        if header and self.judge is not None:
+            await self.judge.wait()
         if header == "Bearer stranger":
             raise Denied(403, "not yours")
         if header == "":

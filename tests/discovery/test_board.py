@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlfleet.api.wire import GateStatus
-from rlfleet.discovery.board import PACE_PER_WORKER, PACE_SECONDS, Board, DiscoveryError
+from rlfleet.discovery.board import PACE_OF_ALL_SECONDS, PACE_PER_WORKER, PACE_SECONDS, Board, DiscoveryError
 from rlfleet.discovery.probing import PROBE_SECONDS, ProbeError, Prober
 from rlfleet.plan.discovery import Naming, Scope, Worker
 from tests.plan.rounds_kit import DIGEST_A, gate
@@ -296,3 +296,27 @@ async def test_nothing_is_kept_of_readers_and_workers_that_are_gone() -> None:
         assert not held
     assert len(board._not_before) <= 2
     assert set(prober._suspects) <= {w.uid for w in fleet.workers}
+
+
+async def test_scopes_take_turns_and_share_one_pace() -> None:
+    """Many scopes, each with readers in a loop: the apiserver hears of them as often as of a few, and nobody waits
+    longer than it takes to serve everybody else once."""
+    fleet = Fleet(1)
+    scopes = [Scope(f"n{i}") for i in range(40)]
+    answered: Counter[Scope] = Counter()
+
+    async def reader(scope: Scope) -> None:
+        while True:
+            await fleet.read(scope)
+            answered[scope] += 1
+
+    tasks = [asyncio.create_task(reader(s)) for s in scopes]
+    began = now()
+    await asyncio.sleep(40 * PACE_OF_ALL_SECONDS * 5)
+    assert fleet.lists <= (now() - began) / PACE_OF_ALL_SECONDS + 1
+    assert min(answered.values()) >= 4
+    assert max(answered.values()) - min(answered.values()) <= 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await fleet.board.close()

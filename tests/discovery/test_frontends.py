@@ -130,7 +130,9 @@ async def test_one_that_nobody_names_any_more_is_forgotten(frontend: Frontend, f
     hanging = asyncio.create_task(frontends.look(frontend.url, patience=60))
     while frontend.asked < 2:
         await asyncio.sleep(0.01)
-    await frontends.keep_only({"http://127.0.0.1:1"})
+    await frontends.forget("http://127.0.0.1:1")
+    assert not hanging.done()
+    await frontends.forget(frontend.url)
     assert isinstance(await hanging, Listing), "the answer before"
     frontend.held.set()
     await frontends.look(frontend.url, patience=60)

@@ -97,6 +97,30 @@ async def test_readers_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) 
     assert (await site.get())[0] == 200
 
 
+async def test_callers_without_rights_take_no_reader_s_place(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the apiserver takes to say that they have none."""
+    monkeypatch.setattr(module, "MAX_READERS", 2)
+    site.judge = asyncio.Event()
+    strangers = [asyncio.create_task(site.get(Authorization="Bearer stranger")) for _ in range(4)]
+    async with asyncio.timeout(30):
+        while site.server._judged < 4:
+            await asyncio.sleep(0.01)
+    assert (await site.get())[0] == 200, "who is known to be a reader is answered meanwhile"
+    monkeypatch.setattr(module, "MAX_JUDGED", 4)
+    assert (await site.get())[0] == 503, "they are bounded, too"
+    site.judge.set()
+    assert {(await s)[0] for s in strangers} == {403}
+    assert (site.server._judged, site.server._readers) == (0, 0)
+    assert (await site.get())[0] == 200
+
+
+async def test_a_judgement_that_does_not_come_gives_its_place_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JUDGE_SECONDS", 0.1)
+    site.judge = asyncio.Event()
+    status, body, _ = await site.get(Authorization="Bearer somebody")
+    assert (status, body["error"], site.server._judged) == (502, "denied", 0)
+
+
 async def test_a_reader_that_hangs_up_is_forgotten(site: Site) -> None:
     site.hold = asyncio.Event()
     waiting = asyncio.create_task(site.get())

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from e2e.dynamo.fixtures import installed
 from e2e.dynamo.runtime import Runtime, Worker
+from rlfleet.calls import Refused
+from rlfleet.engine.dynamo import DynamoAdapter
+from rlfleet.gate.app import Gate as GateApp
+from rlfleet.gate.config import load_config
 from rlfleet.gate.errors import GateError
 from rlfleet.gate.rules import same_instance
-from tests.gate.kit import Gate, Operator, Weights, until
+from tests.gate.kit import Gate, Operator, Weights, address, until
 
 MakeGate = Callable[..., Gate]
 
@@ -128,3 +134,92 @@ def test_a_record_is_about_one_process() -> None:
         with pytest.raises(GateError) as refused:
             same_instance("7", told)
         assert refused.value.reason == "IdentityMismatch"
+
+
+class Scripted:
+    """What a worker's system server answers, where a test must hold an answer back."""
+
+    def __init__(self) -> None:
+        self.instance = "a"
+        self.metrics = 200
+        self.version_held = asyncio.Event()
+        self.version_held.set()
+        self.asked_version = 0
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/engine/{route}", self._route)
+        return app
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = f'dynamo_component_inflight_requests{{dynamo_endpoint="generate",worker_id="{self.instance}"}} 0\n'
+        return web.Response(text=text if self.metrics == 200 else "busy", status=self.metrics)
+
+    async def _route(self, request: web.Request) -> web.Response:
+        if request.match_info["route"] == "update_weights_from_disk":
+            return web.json_response({"status": "error", "message": "Missing 'model_path' in body"})
+        if request.match_info["route"] == "get_weight_version":
+            self.asked_version += 1
+            await self.version_held.wait()
+        return web.json_response({"status": "ok", "version": "1", "version_declared": True})
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
+    one = Scripted()
+    runner = web.AppRunner(one.application(), access_log=None)
+    await runner.setup()
+    host = address()
+    await web.TCPSite(runner, host, 8081).start()
+    yield one, f"http://{host}:8081"
+    one.version_held.set()
+    await runner.cleanup()
+
+
+async def test_metrics_that_can_not_be_read_are_no_answer_of_another_process(scripted: tuple[Scripted, str]) -> None:
+    one, url = scripted
+    adapter = DynamoAdapter(url)
+    try:
+        one.metrics = 503
+        with pytest.raises(Refused, match="HTTP 503: busy"):
+            await adapter.facts(30)
+        one.metrics = 200
+        await adapter.facts(30)
+        assert await adapter.write_label("1", 30) == "1"
+        one.metrics = 503
+        with pytest.raises(Refused, match="HTTP 503: busy"):
+            await adapter.write_label("1", 30)
+        one.metrics, one.instance = 200, "b"
+        with pytest.raises(Refused, match="instance 11 answers now, the weights were loaded into 10"):
+            await adapter.write_label("1", 30)
+    finally:
+        await adapter.close()
+
+
+async def test_an_answer_of_the_process_before_that_comes_late_is_no_third_process(
+    scripted: tuple[Scripted, str], tmp_path: Path
+) -> None:
+    one, url = scripted
+    files = Gate(tmp_path, url, address(), RLFLEET_ENGINE_TYPE="Dynamo")
+    gate = GateApp(load_config(files.env), on_fatal=lambda e: None)
+    try:
+        gate.store.incarnation = "first"
+        await gate.observe_engine()
+        assert gate.store.engine_instance == "10"
+        one.version_held, before = asyncio.Event(), one.asked_version
+        late = asyncio.create_task(gate.observe_engine())
+        while one.asked_version == before:
+            await asyncio.sleep(0.01)
+        # It has the process's name by now, or gets the next one's: then this shows less, and nothing wrong.
+        one.instance = "b"
+        one.version_held = asyncio.Event()
+        one.version_held.set()
+        await gate.observe_engine()
+        second = gate.store.incarnation
+        assert (gate.store.engine_instance, second != "first") == ("11", True)
+        await late
+        assert (gate.store.engine_instance, gate.store.incarnation) == ("11", second)
+    finally:
+        await gate.stop()
+        files.close()

@@ -93,7 +93,11 @@ class Discovery:
         if self._settings.discovery_auth == "token":
             self._where = await load(self._settings.kubeconfig or None, anonymous=True)
             self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
-        await self._server.start()
+        try:
+            await self._server.start()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """Stop serving."""

@@ -84,8 +84,8 @@ class PoolReconciler:
             pool = await kube.get(ENGINEPOOLS, namespace, name, timeout=ctx.settings.api_timeout)
         except NotFound:
             self._memories.pop(key, None)
-            self._router_urls.pop(key, None)
-            self._frontends.pop(key, None)
+            await self._note_routers(key, routers.Resolved())
+            await self._note_frontend(key, None)
             ctx.metrics.pool(namespace, name, None, 0, None)
             return Done()
         memory = self._memories.get(key)
@@ -148,8 +148,6 @@ class PoolReconciler:
         facts, now = seen.facts, ctx.clock.monotonic()
         problems += seen.problems
         failed, lost = memory.see(facts, now)
-        for fact in lost:
-            ctx.workers.forget(fact.uid)
         pool_pods.report_endings(ctx, pool, failed, lost)
 
         out = pool_pods.Outcome(problems=problems, unknown=seen.unknown)
@@ -263,12 +261,21 @@ class PoolReconciler:
 
     async def _note_routers(self, key: tuple[str, str], found: routers.Resolved) -> None:
         self._router_urls[key] = {e.url for e in found.endpoints}
+        if not self._router_urls[key]:
+            del self._router_urls[key]
         await self._routers.keep_only(set().union(*self._router_urls.values()))
 
-    async def _note_frontend(self, key: tuple[str, str], pool: Obj) -> None:
-        if workers.dynamo_of(pool) is not None:
+    async def _note_frontend(self, key: tuple[str, str], pool: Obj | None) -> None:
+        """Forget what a pool named before and none names now, and what was said of workers whose pods are gone.
+
+        Only that: after a takeover others ask frontends of pools that were not looked at here yet.
+        """
+        self._ctx.workers.keep_only(lambda uid: self._ctx.pods.by_uid(uid) is not None)
+        before = self._frontends.pop(key, None)
+        if pool is not None and workers.dynamo_of(pool) is not None:
             self._frontends[key] = workers.frontend_url(pool)
-            await self._ctx.frontends.keep_only(set(self._frontends.values()))
+        if before is not None and before not in self._frontends.values():
+            await self._ctx.frontends.forget(before)
 
     # ------------------------------------------------------------------------------------------ reporting
 

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,9 @@ class WorkerMemory:
         known = self.verdicts.get(c.uid)
         return known[1] if known is not None and known[0] == c.instance else None
 
-    def forget(self, uid: str) -> None:
-        """The pod is gone."""
-        self.verdicts.pop(uid, None)
+    def keep_only(self, is_there: Callable[[str], bool]) -> None:
+        """Forget pods that are gone."""
+        self.verdicts = {uid: told for uid, told in self.verdicts.items() if is_there(uid)}
 
 
 def dynamo_of(pool: Obj) -> Mapping[str, Any] | None:
@@ -161,9 +161,6 @@ async def observe(ctx: Context, pool: Obj, facts: list[PodFact], memory: PoolMem
     listing = (await listings(ctx, [pool]))[pool["metadata"]["name"]]
     candidates = {f.uid: Candidate(f.uid, f.name, f.ip, _instance(memory.gates.get(f.uid))) for f in facts if f.live}
     verdicts = judge(ctx.workers, pool, listing, list(candidates.values()))
-    for f in facts:
-        if f.finished:
-            ctx.workers.forget(f.uid)
     marked = []
     for f in facts:
         verdict = verdicts.get(f.uid)

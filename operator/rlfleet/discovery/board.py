@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 #: must keep neither the apiserver busy nor this process, which may be executing rounds. A probe costs it 0.3 ms.
 PACE_SECONDS = 0.1
 PACE_PER_WORKER = 0.001
+#: Seconds between the beginnings of any two looks, in the order in which they came. Each is a call of the apiserver:
+#: readers of many scopes must neither use up the operator's share of those nor wait longer than readers of one.
+PACE_OF_ALL_SECONDS = 0.04
 
 
 class DiscoveryError(Exception):
@@ -82,6 +85,8 @@ class Board:
         self._forming: dict[Scope, _Look] = {}
         self._reading: dict[Scope, asyncio.Event] = {}
         self._not_before: dict[Scope, float] = {}
+        self._turn = asyncio.Lock()
+        self._last_begun = float("-inf")
         self._tasks: set[asyncio.Task[Answer]] = set()
 
     async def read(self, scope: Scope) -> Answer:
@@ -140,8 +145,10 @@ class Board:
         try:
             if (at := self._not_before.get(scope)) is not None:
                 await asyncio.sleep(max(0.0, at - loop.time()))
+            async with self._turn:  # first come, first served
+                await asyncio.sleep(max(0.0, self._last_begun + PACE_OF_ALL_SECONDS - loop.time()))
+                begun = self._last_begun = loop.time()
             self._formed(scope, look)
-            begun = loop.time()
             found = tuple(await self._list(scope))
             self._pace(scope, begun + PACE_SECONDS + PACE_PER_WORKER * len(found))
             return found

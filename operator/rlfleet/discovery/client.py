@@ -60,16 +60,18 @@ class Frontends:
 
     async def close(self) -> None:
         """End what is under way, close connections."""
-        await self.keep_only(set())
+        for url in list(self._frontends):
+            await self.forget(url)
 
-    async def keep_only(self, urls: set[str]) -> None:
-        """Forget the frontends that no pool names any more."""
-        for url in [u for u in self._frontends if u not in urls]:
-            frontend = self._frontends.pop(url)
-            if frontend.asking is not None:
-                frontend.asking.cancel()
-                await asyncio.gather(frontend.asking, return_exceptions=True)
-            await frontend.http.close()
+    async def forget(self, url: str) -> None:
+        """End what concerns one frontend, which no pool names any more."""
+        frontend = self._frontends.pop(url, None)
+        if frontend is None:
+            return
+        if frontend.asking is not None:
+            frontend.asking.cancel()
+            await asyncio.gather(frontend.asking, return_exceptions=True)
+        await frontend.http.close()
 
     async def look(self, url: str, *, patience: float = PATIENCE_SECONDS, fresh: float = 0.0) -> Listing | Unknown:
         """The workers as last told. An answer to a question sent less than ``fresh`` seconds ago is not asked anew."""

@@ -3,7 +3,9 @@
 Invariants:
 - read-only, and nothing is told before ``authorize`` allowed it;
 - a list that could not be made is HTTP 500, so "nothing is known" never looks like "there is nobody";
-- readers are bounded, and so is the time in which they must take their answer; whoever hangs up is asked for no longer.
+- readers are bounded, and so is the time in which they must take their answer; whoever hangs up is asked for no longer;
+- only who may read takes a reader's place. Who is being judged has places of its own, which are free again as soon as
+  the apiserver has answered, so callers without rights can not shut readers out by waiting.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 PATH: Final = "/v1/rl/workers"
 #: Readers at a time; more are told to come back.
 MAX_READERS = 256
+#: Callers at a time of whom it is not known yet whether they may read.
+MAX_JUDGED = 256
+#: Seconds for that judgement.
+JUDGE_SECONDS = 10.0
 #: Seconds in which a reader must take its answer.
 WRITE_SECONDS = 30.0
 #: Seconds for open calls when the server stops: clients of a list come again.
@@ -43,6 +49,10 @@ class Denied(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _Busy(Exception):
+    """There is no place for this caller now."""
 
 
 #: Whether whoever sent this Authorization header may read this scope. Raises Denied.
@@ -67,6 +77,7 @@ class DiscoveryServer:
         self._authorize = authorize
         self._observer = observer
         self._readers = 0
+        self._judged = 0
         self._listener: Listener | None = None
 
     @property
@@ -95,7 +106,29 @@ class DiscoveryServer:
 
     async def _workers(self, request: web.Request) -> web.StreamResponse:
         scope = Scope(_name(request, "namespace"), _name(request, "pipeline"))
-        await self._authorize(request.headers.get("Authorization"), scope)
+        await self._judge(request.headers.get("Authorization"), scope)
+        if self._readers >= MAX_READERS:
+            raise _Busy(f"{MAX_READERS} readers wait for an answer already; come back")
+        self._readers += 1
+        try:
+            return await self._answer(request, scope)
+        finally:
+            self._readers -= 1
+
+    async def _judge(self, header: str | None, scope: Scope) -> None:
+        """Whether this caller may read. Raises Denied or _Busy."""
+        if self._judged >= MAX_JUDGED:
+            raise _Busy(f"{MAX_JUDGED} callers wait to be known already; come back")
+        self._judged += 1
+        try:
+            async with asyncio.timeout(JUDGE_SECONDS):
+                await self._authorize(header, scope)
+        except TimeoutError:
+            raise Denied(502, f"whether you may read is not known within {JUDGE_SECONDS:g} s; come back") from None
+        finally:
+            self._judged -= 1
+
+    async def _answer(self, request: web.Request, scope: Scope) -> web.StreamResponse:
         answer = await self._board.read(scope)
         body = answer.body(is_strict=request.path.startswith("/strict/"))
         response = web.StreamResponse(headers=_HEADERS)
@@ -110,16 +143,14 @@ class DiscoveryServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._readers >= MAX_READERS:
-            self._count("Busy", 0.0)
-            why = f"{MAX_READERS} readers wait for an answer already; come back"
-            return _error(503, "busy", why, {"Retry-After": "1"})
         started, result = time.monotonic(), "Failed"
-        self._readers += 1
         try:
             response = await handler(request)
             result = "Ok"
             return response
+        except _Busy as e:
+            result = "Busy"
+            return _error(503, "busy", str(e), {"Retry-After": "1"})
         except Denied as e:
             result = "Denied"
             more = {"WWW-Authenticate": "Bearer"} if e.status == 401 else {}
@@ -141,7 +172,6 @@ class DiscoveryServer:
                 request.transport.abort()
             raise ConnectionResetError("the reader did not take its answer in time") from None
         finally:
-            self._readers -= 1
             self._count(result, time.monotonic() - started)
 
     def _count(self, result: str, seconds: float) -> None:

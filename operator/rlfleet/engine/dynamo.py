@@ -6,7 +6,9 @@ Facts this rests on (Dynamo 1.6.1, its vLLM worker; 1.3.1 answers alike):
   used as they are advertised: what this worker advertises the operator reads from discovery, before each phase;
 - nothing tells whether a worker is paused. A disk update does: it is refused before it looks at its path unless the
   worker is paused, and for want of a path when it is. It is asked with an empty path and a method that no engine has,
-  so that it can not load anything whatever becomes of that order;
+  so that it can not load anything whatever becomes of that order. The two refusals differ in the words of ``message``
+  alone: status code (200) and ``status`` (error) are the same, and no field says more. Other words are "not known",
+  never a guess, so a release that changes them leaves its workers closed and takes part in no round;
 - one lock lets a pause, resume, update and flush each wait for the one before, without a limit;
 - ``flush_cache`` says ok whether or not the engine could drop anything under requests that it keeps. A pause with
   ``clear_cache`` does drop them (kept requests are computed again), and nothing is computed until the resume;
@@ -77,8 +79,8 @@ class DynamoAdapter:
 
     async def facts(self, seconds: float) -> Facts:
         """What workers of this kind can do, once this one answers; from then on this process is meant."""
-        process, _ = await asyncio.gather(self._process(seconds), self._route("get_weight_version", {}, seconds))
-        if process is None or process.instance is None:
+        process, _ = await asyncio.gather(self._read_process(seconds), self._route("get_weight_version", {}, seconds))
+        if process.instance is None:
             raise Refused("GET /metrics", 200, "tells no worker_id, so nobody can say which process this is")
         self._pinned = process.instance
         return Facts(
@@ -119,12 +121,15 @@ class DynamoAdapter:
             instance=process.instance if process is not None else None,
         )
 
+    async def _read_process(self, seconds: float) -> Process:
+        """The process behind the metrics as they are now; CallError where they can not be read."""
+        return read_metrics((await self._http.call("GET", "/metrics", seconds=seconds)).text)
+
     async def _process(self, seconds: float) -> Process | None:
         try:
-            answer = await self._http.ask("GET", "/metrics", seconds=seconds)
+            return await self._read_process(seconds)
         except CallError:
             return None
-        return read_metrics(answer.text) if answer.status == 200 else None
 
     async def _paused(self, seconds: float) -> bool | None:
         """Whether the worker is paused; None while something else holds its lock, or for an answer not understood."""
@@ -236,8 +241,8 @@ class DynamoAdapter:
         """Declare the version, read it back, and see that the process is the one that the weights were loaded into."""
         await self._route("set_weight_version", {"weight_version": label}, seconds)
         told = await self._route("get_weight_version", {}, seconds)
-        process = await self._process(seconds)
-        now = process.instance if process is not None else None
+        # Metrics that can not be read are no answer of another process: the order stands, and its end is not known.
+        now = (await self._read_process(seconds)).instance
         if now is None or now != self._pinned:
             raise Refused(
                 "POST /engine/set_weight_version",

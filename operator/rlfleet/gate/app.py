@@ -61,6 +61,8 @@ class Gate:
         self._on_fatal = on_fatal
         self._closer = UnprovenCloser(self.store, self.ctx.engine, self.operations)
         self._tasks: list[asyncio.Task[None]] = []
+        #: How many engine processes were met since this gate runs.
+        self._met = 0
 
     async def start(self) -> None:
         """Recover, and begin to keep the start-up promise."""
@@ -112,8 +114,12 @@ class Gate:
         return self.operations.in_flight is not None or self.operations.uncertain
 
     async def _observe(self) -> tuple[View, EngineReport]:
+        met = self._met
         view, report = await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
-        self._recognise(view)
+        # Several look at the same time. One that began before another process was met may end after it with an answer
+        # of the process before, which is none of the present one's; names of processes have no order of their own.
+        if met == self._met:
+            self._recognise(view)
         return view, report
 
     async def _look(self) -> None:
@@ -130,6 +136,7 @@ class Gate:
             if again:
                 self.store.forget_process(secrets.token_hex(16))
             self.store.engine_instance = told
+        self._met += 1
         if again:
             log.error("another engine process answers", extra={"incarnation": self.store.incarnation})
             self.ctx.engine.forget()
