@@ -1,7 +1,8 @@
-"""Refit hooks in the shapes of verl's rollout and NeMo-RL's weight synchronizer: their loop calls it, engines follow.
+"""Refit hooks in the shapes of verl's rollout, NeMo-RL's weight synchronizer, and slime's and miles' weight updater.
 
-Both are made of pairs (name, tensor) that the framework gathers. All ranks must exhaust that generator, because
-gathering a sharded tensor is a collective; only rank 0, which has a client and a sender, publishes.
+Their loop calls it, engines follow. All are made of pairs (name, tensor) that the framework gathers. All ranks must
+exhaust that generator, because gathering a sharded tensor is a collective; only rank 0, which has a client and a
+sender, publishes.
 """
 
 from __future__ import annotations
@@ -95,3 +96,39 @@ class RlfleetSynchronizer:
 
     def shutdown(self) -> None:
         """Client and sender are closed by whoever made them."""
+
+
+class RlfleetUpdater:
+    """slime's and miles' weight updater, for engines that rlfleet keeps: one round in place of their own broadcast.
+
+    ``chunks``: makes the framework's iterator of gathered tensors (``HfWeightIteratorBase.create``). ``version``: the
+    last one that engines got from an earlier run; the framework begins anew at each start, and versions never go back.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: Any,
+        weights_getter: Callable[[], Any],
+        *,
+        refit: Refit,
+        chunks: Callable[..., Any],
+        version: int = 0,
+        **names: Any,
+    ) -> None:
+        self._refit = refit
+        self._weights = weights_getter
+        self._iterator = chunks(args=args, model=model, **names)
+        self.weight_version = version
+
+    def connect_rollout_engines(self, *_: Any, **__: Any) -> None:
+        """Rounds find the engines themselves, also those that came since, and join none to a group of the trainer's."""
+
+    def disconnect_rollout_engines(self) -> None:
+        """See connect_rollout_engines."""
+
+    def update_weights(self) -> None:
+        """Return when engines serve the next version; engines tell it as their ``weight_version``."""
+        self.weight_version += 1
+        gathered = self._iterator.get_hf_weight_chunks(self._weights())
+        self._refit.refit(self.weight_version, (pair for chunk in gathered for pair in chunk))

@@ -60,13 +60,16 @@ def programs(root: Path) -> list[Program]:
         Program(
             "engines of type `Dynamo`",
             (CURRENT, UNVERSIONED),
-            "discovery real (frontend, file discovery, request plane, system server), the engine scripted",
+            "discovery real (frontend, file discovery, request plane, system server), the engine scripted. Whether a "
+            "worker is paused is read from the words of a refusal, because no field tells it: another release that "
+            "words it otherwise keeps its engines closed",
             "`tests/discovery/test_real_dynamo.py`",
         ),
         Program(
             "clients of [worker discovery](discovery.md)",
             (),
-            "read: the checks of prime-rl's and ModelExpress's clients, replayed; our own client of Dynamo for real",
+            "read: the checks of prime-rl's and ModelExpress's clients, replayed; our own client of Dynamo for real. "
+            "NeMo-RL reads its own frontend's `/health` instead",
             "`tests/discovery`",
         ),
         Program("training frameworks", (), "see [frameworks](../guides/frameworks.md)", "`docs/examples`"),

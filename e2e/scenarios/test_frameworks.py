@@ -82,6 +82,7 @@ def test_examples_bring_their_weights_into_the_engines(
     prime_rl(stand, tmp_path)
     verl_and_nemo_rl(stand)
     verl_itself(stand)
+    slime_and_miles(stand)
 
 
 def nobody_is_open(stand: Stand) -> None:
@@ -258,3 +259,41 @@ def verl_itself(stand: Stand) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("verl 0.9.1 ['Rollout', 'RlfleetRollout', 'BaseRollout'"), done.stdout
     stand.serves(7)
+
+
+class Chunks:
+    """Gathers as slime's HfWeightIteratorBase does: lists of (name, tensor), each gone when the next one comes."""
+
+    def __init__(self, *, args: object, model: object, model_name: str, quantization_config: object) -> None:
+        assert (model_name, quantization_config) == ("tiny", None)
+
+    def get_hf_weight_chunks(self, weights: dict[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        names = list(weights)
+        for at in range(0, len(names), 2):
+            chunk = [(name, weights[name].clone()) for name in names[at : at + 2]]
+            yield chunk
+            for _, tensor in chunk:
+                tensor.zero_()
+
+
+def slime_and_miles(stand: Stand) -> None:
+    """What their actor does with its weight updater after a step (see docs/guides/frameworks.md)."""
+    module = example("refit_hook")
+    trained: dict[str, torch.Tensor] = {}
+    with stand.trainer() as (client, sender):
+        ranks = [
+            module.RlfleetUpdater(
+                None, [], weights_getter=lambda: trained, model_name="tiny", quantization_config=None,
+                refit=refit, chunks=Chunks, version=7,
+            )
+            for refit in (module.Refit(), module.Refit(client, sender))
+        ]  # fmt: skip
+        for version in (8, 9):
+            trained = state(version)
+            for updater in ranks:
+                if version == 8:  # as for engines that are new to it
+                    updater.connect_rollout_engines([], None, engine_gpu_counts=[1, 1], engine_gpu_offsets=[0, 1])
+                updater.update_weights()
+                assert updater.weight_version == version
+            stand.serves(version)
+            assert {stand.fleet.label(pod) for pod in stand.pods} == {str(version)}, "what it compares with its own"

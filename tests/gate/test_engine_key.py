@@ -64,3 +64,28 @@ def test_an_engine_that_obeys_anybody_is_not_guarded(tmp_path: Path, make_gate: 
         assert keyless.label() == "default", "the question changed nothing"
     finally:
         keyless.close()
+
+
+def test_slime_s_own_update_of_an_engine_that_it_did_not_start_changes_nothing(
+    engine: Engine, make_gate: Callable[..., Gate]
+) -> None:
+    """The calls of slime/backends/sglang_utils/sglang_engine.py (03b32d8b) in the order of its update_weights
+    (update_weight_from_distributed.py, 02a644a7); miles (mixin.py, 0015b711) begins and ends with the same ones."""
+    operator = Operator(make_gate(engine.url, RLFLEET_ENGINE_ADMIN_KEY=KEY)).ready()
+    operator.serve(Weights.of(5), 5)
+    group = {"group_name": "slime-pp_0"}
+    rendezvous = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "nccl"}
+    tensors = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "flush_cache": False, "weight_version": "6"}
+    calls = [
+        ("POST", "init_weights_update_group", {**group, **rendezvous}),
+        ("POST", "pause_generation", {}),
+        ("GET", "flush_cache", None),
+        ("POST", "update_weights_from_distributed", {**group, **tensors}),
+        ("POST", "continue_generation", {}),
+        ("POST", "destroy_weights_update_group", group),
+    ]
+    # Its first call fails, which ends its update; the others would, too.
+    assert [engine.http.request(how, f"/{path}", json=body).status_code for how, path, body in calls] == [401] * 6
+    assert (engine.label(), engine.ready()) == ("5", 200)
+    status = operator.status()
+    assert (status["holds"]["version"], status["engine"]["paused"]) == (5, False)
