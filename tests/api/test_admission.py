@@ -325,7 +325,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {"spec.routers": [{**ROUTER, "url": "http://me:secret@10.0.0.9:1"}]},
-        "the url must hold no user name or password",
+        "the url must hold no user name or password: it is repeated in status, Events and logs; write the address "
+        "alone",
     ),
     (
         EP,
@@ -336,7 +337,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         EP,
         {"spec.routers": [{**ROUTER, "type": "VLLMRouter", "url": "http://r:1", "adminKeySecretRef": ROUTER_KEY}]},
-        "spec.routers[0].adminKeySecretRef: Forbidden: adminKeySecretRef is for types SGLangRouter and SMG",
+        "spec.routers[0].adminKeySecretRef: Forbidden: adminKeySecretRef is for types SGLangRouter and SMG: no other "
+        "router demands a key on its API",
     ),
     (
         EP,
