@@ -226,11 +226,11 @@ async def test_the_operator_reads_the_key_of_a_router_anew_and_says_what_hinders
         assert "does not take the key" in await removed()
         may = "none"
         assert "may not be read by the operator: name it in the chart's routerKeySecrets" in await removed()
-        assert await adapter.lists(engine, 5), "nothing of that took the entry away"
+        assert await adapter.lists(engine, 60), "nothing of that took the entry away"
         may = "all"
         secret["data"]["k"] = base64.b64encode(b"right\n").decode()
         assert await removed() == ""
-        assert not await adapter.lists(engine, 5)
+        assert not await adapter.lists(engine, 60)
     finally:
         await adapter.close()
         await served.server.close()
