@@ -205,7 +205,7 @@ async def test_the_operator_reads_the_key_of_a_router_anew_and_says_what_hinders
 
     async def removed(name: str = "keys") -> str:
         async with KubeClient(source) as kube:
-            clients = RouterClients(kube, timeout=5, guard=Guard.unelected())
+            clients = RouterClients(kube, timeout=60, guard=Guard.unelected())
             try:
                 return (await clients.remove([endpoint], engine, {keyed.url: RouterKey("ns", name, "k")}))[
                     keyed.url
