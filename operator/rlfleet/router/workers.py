@@ -32,7 +32,7 @@ _OPEN = re.compile(r'^\w+_cb_state\{worker="([^"]+)"[^}]*\}\s+1(?:\.0*)?\s*$', r
 
 _KEY_MISSING = (
     "the router demands a key and was shown none: name the Secret that holds it in spec.routers[].adminKeySecretRef of "
-    "the EnginePool, and see that it has that key"
+    "the EnginePool, see that it has that key, and replace pods that are older than that field"
 )
 _KEY_REFUSED = (
     "the router does not take the key in the Secret of spec.routers[].adminKeySecretRef: it must be the one of the "
