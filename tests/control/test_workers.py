@@ -17,7 +17,6 @@ from rlfleet.discovery.client import Frontends, Unknown
 from rlfleet.plan.catchup import needs as needs_catch_up
 from rlfleet.plan.drops import to_close as round_closes
 from rlfleet.plan.dynamo import REQUIRED, Listing, Worker
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.lifecycle import derive
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.pool_status import Observed, Problem, build_status
@@ -27,6 +26,7 @@ from rlfleet.plan.rounds import Committed, Engine, RoundPlan
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.verdicts import Verdict, abort, could_serve, reopening
 from tests.control.test_routers import engine_pod, pod, view
+from tests.plan import rounds_kit
 from tests.plan.pool_kit import fact
 from tests.plan.pool_kit import gate as pool_gate
 from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, sender
@@ -67,17 +67,7 @@ def seen(memory: WorkerMemory, answer: Listing | Unknown, *engines: Engine) -> l
 
 
 def plan(engines: list[Engine], maximum: int | str = "10%") -> RoundPlan | Refusal:
-    return freeze(
-        engines,
-        mode="CPUSerialize",
-        assert_mixed=False,
-        backend="gloo",
-        train=None,
-        sender=sender(cache(2, DIGEST_B)),
-        total_bytes=1000,
-        verify="IfSupported",
-        max_unavailable=maximum,
-    )
+    return rounds_kit.frozen(engines, sender=sender(cache(2, DIGEST_B)), max_unavailable=maximum)
 
 
 def test_whoever_is_listed_as_it_should_be_is_an_engine_like_any_other() -> None:

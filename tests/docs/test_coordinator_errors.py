@@ -15,6 +15,7 @@ _TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 _QUOTED = re.compile(r"`([^`]+)`")
 #: Python joins literals that stand beside each other, and patterns escape what is special in them.
 _JOINED = re.compile(r"[\"']\s*\n\s*f?r?[\"']")
+_NAME = re.compile(r"(?:[A-Z][a-z]+){2,}")
 HEADS = ("| the coordinator refuses", "| the coordinator's error")
 
 
@@ -54,3 +55,10 @@ def test_each_error_has_a_test_with_its_message(error: str, answer: str, tests: 
     for quoted in _QUOTED.findall(answer):
         if is_words(quoted):
             assert any(quoted in text for text in texts), f"{error}: no named test holds {quoted!r}"
+
+
+def test_reasons_that_are_named_exist() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "operator").rglob("*.py"))
+    named = {q for _, answer, _ in rows() for q in _QUOTED.findall(answer) if _NAME.fullmatch(q)}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", code)] == []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from rlfleet.api import wire
 from rlfleet.control.rounds.pods import engine_of
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.triage import newer_than
 from rlfleet.plan.verdicts import Verdict, abort, could_serve, unfenced
-from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, ref, sender
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, engine, frozen, gate, load, ref
 
 COMMITTED = Committed(0, DIGEST_B)
 
@@ -72,22 +71,9 @@ def test_a_pod_that_never_ran_holds_up_nothing() -> None:
 
 
 def test_pods_that_never_ran_are_not_silent_gates() -> None:
-    def frozen(**changes: bool) -> RoundPlan | Refusal:
-        newest = cache()
-        return freeze(
-            [engine("a", gate()), engine("b", None, **changes)],
-            mode="CPUSerialize",
-            assert_mixed=False,
-            backend="gloo",
-            train=None,
-            sender=sender(newest),
-            total_bytes=newest.total_bytes,
-            verify="IfSupported",
-            max_unavailable=0,
-        )
-
-    assert isinstance(frozen(), Refusal)
-    plan = frozen(unborn=True)
+    silent = [engine("a", gate()), engine("b", None)]
+    assert isinstance(frozen(silent, max_unavailable=0), Refusal)
+    plan = frozen([silent[0], engine("b", None, unborn=True)], max_unavailable=0)
     assert isinstance(plan, RoundPlan)
     assert (len(plan.members), plan.silent) == (1, ())
 

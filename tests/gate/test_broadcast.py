@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from tests.gate.kit import Engine, Gate, Operator, Weights, free_port, until
+from tests.rank0 import Rank0
 
 
 @pytest.fixture
@@ -25,37 +23,19 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         started.close()
 
 
-class Sender:
-    """Rank 0. The store's socket is bound to loopback by us: by itself it would listen on every address."""
+class Sender(Rank0):
+    """Broadcasts in a thread."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(64)
-        self.port: int = self._socket.getsockname()[1]
+        super().__init__()
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
     def serve(self, name: str, buckets: list[bytes]) -> None:
-        """Open the group of two and broadcast the buckets in order, in a thread."""
-        handle = self._socket.detach()
+        """Open the group of two and broadcast the buckets in order."""
 
         def work() -> None:
-            timeout = timedelta(seconds=20)
-            store: Store = TCPStore(
-                "127.0.0.1",
-                self.port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=handle,
-            )
-            for prefix in (name, f"{name}/", "cpu/"):
-                store = PrefixStore(prefix, store)
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
-            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            group: Any = ProcessGroupGloo(store, 0, 2, options)
+            group = self.open(name, seconds=20)
             try:
                 for data in buckets:
                     group.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0).wait()
@@ -66,9 +46,9 @@ class Sender:
         self._thread.start()
 
     def close(self) -> None:
-        self._socket.close()
         if self._thread is not None:
             self._thread.join(30)
+        super().close()
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlfleet.api import wire
-from rlfleet.plan.rounds import Engine, RoundRef
+from rlfleet.plan.freeze import freeze
+from rlfleet.plan.rounds import Engine, RoundPlan, RoundRef
+from rlfleet.plan.transport import Refusal
 
 DIGEST_A = "sha256:" + "a" * 64
 DIGEST_B = "sha256:" + "b" * 64
@@ -86,3 +88,18 @@ def ref(name: str = "a", version: int = 1, **changes: Any) -> RoundRef:
         "created_ms": 1_000,
     }
     return RoundRef(name=name, version=version, **{**fields, **changes})
+
+
+def frozen(engines: list[Engine], **changes: Any) -> RoundPlan | Refusal:
+    """Freeze the members of a serialized round."""
+    fields: dict[str, Any] = {
+        "mode": "CPUSerialize",
+        "assert_mixed": False,
+        "backend": "gloo",
+        "train": None,
+        "sender": sender(cache()),
+        "total_bytes": 1000,
+        "verify": "IfSupported",
+        "max_unavailable": "10%",
+    }
+    return freeze(engines, **{**fields, **changes})

@@ -11,13 +11,13 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import Transport
 from rlfleet.plan.catchup import Transporting, choose_members, plan_catch_up
 from rlfleet.plan.checkpoint import MODE, SHELF, below, checkpoint_path, mode_of
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.pipeline import sender_ready
 from rlfleet.plan.pods import CHECKPOINT_DIR_ENV, build_pod
 from rlfleet.plan.rounds import Committed, RoundPlan, has_weights, held
 from rlfleet.plan.template import InvalidPool, template_hash
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.triage import triage
+from tests.plan import rounds_kit
 from tests.plan.pool_kit import pool as make_pool
 from tests.plan.rounds_kit import DIGEST_A, cache, engine, gate, ref, sender
 
@@ -26,18 +26,8 @@ PATH = "/checkpoints/run/7"
 
 def frozen(*mounts: str | None, **gates: Any) -> RoundPlan | Refusal:
     """Freeze a round of engines with these mounts."""
-    return freeze(
-        [engine(f"e{i}", gate(**gates), checkpoint_mount=mount) for i, mount in enumerate(mounts)],
-        mode=MODE,
-        assert_mixed=False,
-        backend="nccl",
-        train=None,
-        sender=SHELF,
-        total_bytes=0,
-        verify="IfSupported",
-        max_unavailable="10%",
-        path=PATH,
-    )
+    engines = [engine(f"e{i}", gate(**gates), checkpoint_mount=mount) for i, mount in enumerate(mounts)]
+    return rounds_kit.frozen(engines, mode=MODE, backend="nccl", sender=SHELF, total_bytes=0, path=PATH)
 
 
 def test_every_engine_that_mounts_the_volume_reads_the_checkpoint() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from rlfleet.api.wire import OperationState, Transport
 from rlfleet.plan.drops import is_unwanted, removable
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.verdicts import Next, Verdict, abort, conclude, reopening, verdict
-from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, sender
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, engine, frozen, gate, load
 
 POOL: dict[str, Any] = {"metadata": {"name": "pool", "uid": "pool-uid"}, "spec": {"replicas": 2}}
 MEMBER = Member("a", "uid-a", "i1", Transport.SERIALIZED)
@@ -54,16 +53,8 @@ def test_a_member_that_is_to_go_is_dropped_and_waited_for_by_nobody(how: str) ->
 
 
 def test_nobody_who_is_to_go_is_frozen_or_counted_as_silent() -> None:
-    newest = cache()
-    plan = freeze(
+    plan = frozen(
         [engine("a", gate()), engine("b", gate(), unwanted=True), engine("c", None, unwanted=True)],
-        mode="CPUSerialize",
-        assert_mixed=False,
-        backend="gloo",
-        train=None,
-        sender=sender(newest),
-        total_bytes=newest.total_bytes,
-        verify="IfSupported",
         max_unavailable=0,
     )
     assert isinstance(plan, RoundPlan)

@@ -24,7 +24,6 @@ from rlfleet.plan.elastic import (
     wanted_pods,
     wish,
 )
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.pool import PoolView, plan_pods
 from rlfleet.plan.repair import Act, needs
 from rlfleet.plan.rounds import Committed, Engine
@@ -32,7 +31,7 @@ from rlfleet.plan.topology import Device
 from rlfleet.plan.verdicts import Verdict, reopening, to_replace
 from tests.plan import pool_kit
 from tests.plan.elastic_kit import ALL_TAGS, NODE, asleep, awake, ceilings, silent
-from tests.plan.rounds_kit import DIGEST_A, cache, gate, load, sender
+from tests.plan.rounds_kit import DIGEST_A, frozen, gate, load
 
 
 def resting(engines: list[Engine], active: int, **how: Any) -> set[str]:
@@ -261,27 +260,14 @@ def test_plans_move_only_what_may_be_moved(
 # ------------------------------------------------------------------------------------------------ rounds
 
 
-def frozen(engines: list[Engine]) -> Any:
-    newest = cache()
-    return freeze(
-        engines,
-        mode="CPUSerialize",
-        assert_mixed=False,
-        backend="gloo",
-        train=None,
-        sender=sender(newest),
-        total_bytes=newest.total_bytes,
-        verify="IfSupported",
-        max_unavailable=0,
-    )
-
-
 def test_sleepers_and_those_that_are_to_sleep_are_no_members() -> None:
     engines = [awake(0), replace(awake(1), resting=True), asleep(2), replace(silent(3), resting=True)]
-    found = frozen(engines)
+    found = frozen(engines, max_unavailable=0)
     assert ([m.engine for m in found.members], found.silent) == (["a-0"], ())
     half = asleep(4, tags=(MemoryTag.KV_CACHE,))
-    assert [m.engine for m in frozen([awake(0), half]).members] == ["a-0"], "it can not be loaded before it is woken"
+    assert [m.engine for m in frozen([awake(0), half], max_unavailable=0).members] == ["a-0"], (
+        "it can not be loaded before it is woken"
+    )
 
 
 def test_a_fleet_asleep_is_in_nobodys_way_but_an_unknown_one_is() -> None:

@@ -10,11 +10,11 @@ from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import MemoryTag, PauseMode
 from rlfleet.plan.explain import Explanation, Would, explain
-from rlfleet.plan.freeze import AS_PUBLISHED, freeze
+from rlfleet.plan.freeze import AS_PUBLISHED
 from rlfleet.plan.rounds import Committed, Engine, RoundPlan, RoundRef, can_join, held
 from rlfleet.plan.transport import Cut, Refusal
 from rlfleet.plan.triage import triage
-from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, ref, sender
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, frozen, gate, ref, sender
 
 COMMITTED = Committed(0, DIGEST_B, "s1", {})
 
@@ -45,15 +45,11 @@ def ask(
     plan: RoundPlan | Refusal | None = None
     slot = held(status, me.version, me.manifest_digest)
     if found.run is not None and found.run.uid == me.uid and slot is not None:
-        plan = freeze(
+        plan = frozen(
             engines,
             mode=mode,
-            assert_mixed=False,
-            backend="gloo",
-            train=None,
             sender=status,
             total_bytes=slot.total_bytes,
-            verify="IfSupported",
             max_unavailable=how.get("max_unavailable", 1),
             cut=cut,
         )

@@ -11,28 +11,13 @@ from hypothesis import strategies as st
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PauseMode, StagingMode, Transport
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.quiesce import drain_allowance, leaves_routers, wanted_mode
-from rlfleet.plan.rounds import Engine, RoundPlan, unavailable_limit
+from rlfleet.plan.rounds import RoundPlan, unavailable_limit
 from rlfleet.plan.topology import Device, train_devices
 from rlfleet.plan.transport import Cut, Refusal, choose
-from tests.plan.rounds_kit import cache, engine, gate, sender
+from tests.plan.rounds_kit import engine, frozen, gate
 
 TRAIN = frozenset({Device("n0", "GPU-0"), Device("n0", "GPU-1")})
-
-
-def plan(engines: list[Engine], **changes: Any) -> RoundPlan | Refusal:
-    fields: dict[str, Any] = {
-        "mode": "CPUSerialize",
-        "assert_mixed": False,
-        "backend": "gloo",
-        "train": None,
-        "sender": sender(cache()),
-        "total_bytes": 1000,
-        "verify": "IfSupported",
-        "max_unavailable": "10%",
-    }
-    return freeze(engines, **{**fields, **changes})
 
 
 def members(result: RoundPlan | Refusal) -> list[tuple[str, str, int | None]]:
@@ -48,21 +33,21 @@ def test_every_live_engine_whose_gate_answers_is_a_member() -> None:
         engine("booting", gate(incarnation=None)),
         engine("b", gate()),
     ]
-    assert members(plan(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
+    assert members(frozen(engines)) == [("a", "Serialized", None), ("b", "Serialized", None)]
 
 
 def test_an_engine_of_which_its_gate_knows_nothing_yet_is_not_asked_and_refuses_nobody() -> None:
     met = wire.EngineReport(state=wire.EngineState.READY, type="SGLang")
     new = engine("new", gate(engine=met, capabilities=(), holds=None, loads=()))
-    assert members(plan([engine("a", gate()), new])) == [("a", "Serialized", None)]
+    assert members(frozen([engine("a", gate()), new])) == [("a", "Serialized", None)]
     # With weights in it, it may serve: a gate that was restarted must not make a round go on without it.
     serving = engine("serving", gate(engine=met, capabilities=(), holds=(1, "d")))
-    assert isinstance(plan([engine("a", gate()), serving]), Refusal)
+    assert isinstance(frozen([engine("a", gate()), serving]), Refusal)
 
 
 def test_an_engine_that_takes_no_weights_is_refused_in_the_words_of_its_gate() -> None:
     report = wire.EngineReport(state=wire.EngineState.READY, type="SGLang", refused="SGLang 9.9 is not known")
-    found = plan([engine("a", gate()), engine("b", gate(engine=report))])
+    found = frozen([engine("a", gate()), engine("b", gate(engine=report))])
     assert isinstance(found, Refusal)
     assert (found.reason, found.message) == (Reason.UNSUPPORTED, "engine b: SGLang 9.9 is not known")
 
@@ -89,7 +74,7 @@ def test_a_pause_that_an_engine_cannot_do_is_refused_before_anything_is_touched(
     mode: PauseMode | None, refused: str | None
 ) -> None:
     engines = [engine("s", pausing("SGLang", "Pause/Retract")), engine("v", pausing("VLLM", "Pause/Keep"))]
-    result = plan(engines, quiesce=mode)
+    result = frozen(engines, quiesce=mode)
     if refused is None:
         assert len(members(result)) == 2
         return
@@ -114,7 +99,7 @@ def test_ranks_are_prefix_sums_of_each_members_own_world_size() -> None:
         return gate(engine=report, devices=tuple(f"GPU-{100 + first + i}" for i in range(n)))
 
     engines = [engine("a", sized(2, 0)), engine("b", sized(1, 10)), engine("c", sized(4, 20))]
-    result = plan(engines, mode="Broadcast", train=TRAIN)
+    result = frozen(engines, mode="Broadcast", train=TRAIN)
     assert members(result) == [("a", "Broadcast", 1), ("b", "Broadcast", 3), ("c", "Broadcast", 4)]
     assert isinstance(result, RoundPlan)
     assert result.world_size == 8
@@ -122,7 +107,7 @@ def test_ranks_are_prefix_sums_of_each_members_own_world_size() -> None:
 
 def test_auto_mixes_by_where_engines_stand() -> None:
     engines = [engine("on", gate(devices=("GPU-1",))), engine("off", gate(devices=("GPU-7",)))]
-    result = plan(engines, mode="Auto", train=TRAIN, assert_mixed=True)
+    result = frozen(engines, mode="Auto", train=TRAIN, assert_mixed=True)
     assert members(result) == [("off", "Broadcast", 1), ("on", "Serialized", None)]
 
 
@@ -163,7 +148,7 @@ def test_refusals_name_the_reason_and_the_remedy(
         "free": gate(devices=("GPU-9",)),
         "plain": gate(capabilities=("Serialized", "Broadcast")),
     }
-    result = plan([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], **changes)
+    result = frozen([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], **changes)
     assert isinstance(result, Refusal)
     assert result.reason is reason
     assert words in result.message
@@ -171,16 +156,16 @@ def test_refusals_name_the_reason_and_the_remedy(
 
 def test_an_engine_that_takes_only_whole_weights_is_not_fed_bucket_by_bucket() -> None:
     whole = gate(capabilities=("Serialized", "Checksum"))
-    refusal = plan([engine("a", gate()), engine("b", whole)], cut=Cut(StagingMode.BUCKET, 1, ("w", 10)))
+    refusal = frozen([engine("a", gate()), engine("b", whole)], cut=Cut(StagingMode.BUCKET, 1, ("w", 10)))
     assert isinstance(refusal, Refusal)
     assert refusal.reason is Reason.UNSUPPORTED
     assert "engine b" in refusal.message
     assert "spec.transport.staging Full" in refusal.message
-    assert isinstance(plan([engine("b", whole)]), RoundPlan)
+    assert isinstance(frozen([engine("b", whole)]), RoundPlan)
 
 
 def test_a_silent_gate_within_the_limit_is_left_out_and_remembered() -> None:
-    result = plan([engine("a", gate()), engine("b", gate()), engine("quiet")])
+    result = frozen([engine("a", gate()), engine("b", gate()), engine("quiet")])
     assert isinstance(result, RoundPlan)
     assert [m.engine for m in result.members] == ["a", "b"]
     assert result.silent == ("quiet",)
@@ -196,11 +181,11 @@ BLOCKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", list(BLOCKED))
 def test_an_engine_whose_gate_takes_no_orders_is_left_out_within_the_limit_and_remembered(how: str) -> None:
     engines = [engine("a", gate()), engine("b", gate(**BLOCKED[how])), engine("c", gate())]
-    result = plan(engines)
+    result = frozen(engines)
     assert [m[0] for m in members(result)] == ["a", "c"]
     assert isinstance(result, RoundPlan)
     assert (result.silent, result.blocked, result.total) == ((), ("uid-b",), 3)
-    assert plan([e for e in engines if e.name != "b"]) == RoundPlan(result.members, 1), "whoever is gone is no matter"
+    assert frozen([e for e in engines if e.name != "b"]) == RoundPlan(result.members, 1), "whoever is gone is no matter"
 
 
 @pytest.mark.parametrize("how", list(BLOCKED))
@@ -215,7 +200,7 @@ def test_an_engine_whose_gate_takes_no_orders_is_left_out_within_the_limit_and_r
 )
 def test_more_than_may_be_unavailable_are_refused_by_name(how: str, engines: list[str], limit: int | str) -> None:
     kinds: dict[str, wire.GateStatus | None] = {"ok": gate(), "blocked": gate(**BLOCKED[how]), "silent": None}
-    result = plan([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], max_unavailable=limit)
+    result = frozen([engine(f"e{i}", kinds[k]) for i, k in enumerate(engines)], max_unavailable=limit)
     assert isinstance(result, Refusal)
     assert result.reason is Reason.UNCERTAIN
     assert all(f"e{i}: {how}" in result.message for i, k in enumerate(engines) if k == "blocked")
@@ -225,7 +210,7 @@ def test_more_than_may_be_unavailable_are_refused_by_name(how: str, engines: lis
 
 def test_ranks_of_a_group_leave_nobody_out_in_the_middle() -> None:
     free = [engine(f"e{i}", gate(devices=(f"GPU-{i + 2}",), uncertain=i == 1)) for i in range(3)]
-    result = plan(free, mode="Broadcast", train=TRAIN)
+    result = frozen(free, mode="Broadcast", train=TRAIN)
     assert isinstance(result, RoundPlan)
     assert [(m.engine, m.rank_offset) for m in result.members] == [("e0", 1), ("e2", 2)]
     assert result.world_size == 3
@@ -233,7 +218,7 @@ def test_ranks_of_a_group_leave_nobody_out_in_the_middle() -> None:
 
 def test_no_engine_is_an_empty_plan_in_every_mode() -> None:
     for mode in ("CPUSerialize", "Broadcast", "Auto"):
-        assert plan([], mode=mode, train=TRAIN) == RoundPlan((), 1)
+        assert frozen([], mode=mode, train=TRAIN) == RoundPlan((), 1)
 
 
 def test_mig_slices_and_shared_devices_never_join_a_group() -> None:

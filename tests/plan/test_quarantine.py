@@ -12,14 +12,13 @@ from rlfleet.api.wire import MemoryTag, OperationState, Transport
 from rlfleet.plan.catchup import needs as needs_catch_up
 from rlfleet.plan.drops import removable
 from rlfleet.plan.drops import to_close as round_closes
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.lifecycle import derive, pod_fact
 from rlfleet.plan.quarantine import plan_quarantine, quarantine_of, to_close
 from rlfleet.plan.repair import needs
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.verdicts import Verdict as V
 from rlfleet.plan.verdicts import abort, could_serve, reopening, replaceable, to_replace, unfenced, verdict
-from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, cache, engine, gate, load, sender
+from tests.plan.rounds_kit import DIGEST_A, DIGEST_B, engine, frozen, gate, load
 
 COMMITTED = Committed(1, DIGEST_A, "s1", {"L": "E"})
 HOLDS = (1, DIGEST_A)
@@ -71,15 +70,8 @@ def test_one_that_sleeps_is_closed_as_it_is() -> None:
 
 
 def test_no_round_takes_it_along_or_waits_for_it() -> None:
-    plan = freeze(
+    plan = frozen(
         [held(), engine("b", gate()), engine("c", None, quarantined=True)],
-        mode="CPUSerialize",
-        assert_mixed=False,
-        backend="gloo",
-        train=None,
-        sender=sender(cache()),
-        total_bytes=10,
-        verify="IfSupported",
         max_unavailable=0,
     )
     assert isinstance(plan, RoundPlan)

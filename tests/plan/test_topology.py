@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import RoundPlan
 from rlfleet.plan.topology import (
     Device,
@@ -23,7 +22,7 @@ from rlfleet.plan.topology import (
 )
 from rlfleet.plan.topology_valid import topology_valid
 from rlfleet.plan.transport import Refusal
-from tests.plan.rounds_kit import cache, engine, gate, sender
+from tests.plan.rounds_kit import engine, frozen, gate
 
 A, B, C = Device("n0", "GPU-a"), Device("n0", "GPU-b"), Device("n1", "GPU-c")
 
@@ -114,16 +113,10 @@ def test_another_source_never_turns_a_contradiction_into_knowledge(sources: list
 
 
 def plan(mode: str, *engines: Any, disputes: tuple[str, ...] = ()) -> RoundPlan | Refusal:
-    return freeze(
+    return frozen(
         list(engines),
         mode=mode,
-        assert_mixed=False,
-        backend="gloo",
         train=frozenset({B}),
-        sender=sender(cache()),
-        total_bytes=1,
-        verify="IfSupported",
-        max_unavailable="10%",
         disputes=disputes,
     )
 

@@ -18,11 +18,11 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.syncround_status import RoundPlan as PlannedRow
 from rlfleet.api.wire import StagingMode, Transport
 from rlfleet.control.rounds.plan_record import plan_of, plan_row
-from rlfleet.plan.freeze import freeze
 from rlfleet.plan.rounds import Engine, RoundPlan
 from rlfleet.plan.topology import Device
 from rlfleet.plan.transport import MIB, Choice, Cut, Refusal, choose
-from tests.plan.rounds_kit import cache, engine, gate, sender
+from tests.plan import rounds_kit
+from tests.plan.rounds_kit import engine, gate
 
 Devices = frozenset[Device]
 MODES = ["CPUSerialize", "Broadcast", "Auto"]
@@ -120,17 +120,7 @@ def frozen(mode: str, fleet: dict[str, Slot], train: Devices | None, **changes: 
             engine=report, node=min(nodes, default="n0"), devices=tuple(sorted(d.uuid for d in slot.devices or ()))
         )
         engines.append(engine(name, status))
-    fields: dict[str, Any] = {
-        "mode": mode,
-        "assert_mixed": False,
-        "backend": "gloo",
-        "train": train,
-        "sender": sender(cache()),
-        "total_bytes": 1000,
-        "verify": "IfSupported",
-        "max_unavailable": "10%",
-    }
-    return freeze(engines, **{**fields, **changes})
+    return rounds_kit.frozen(engines, **{"mode": mode, "train": train, **changes})
 
 
 def on_one_node(fleet: dict[str, Slot]) -> dict[str, Slot]:
@@ -375,20 +365,11 @@ def test_assert_mixed_is_about_the_whole_fleet_not_the_targets() -> None:
     silent = engine("quiet")
     on = engine("on", gate(devices=("GPU-1",)))
     off = engine("off", gate(devices=("GPU-7",), incarnation=None))  # has not met its engine: no member
-    fields: dict[str, Any] = {
-        "mode": "Auto",
-        "assert_mixed": True,
-        "backend": "gloo",
-        "train": TRAIN,
-        "sender": sender(cache()),
-        "total_bytes": 1000,
-        "verify": "IfSupported",
-        "max_unavailable": 1,
-    }
-    plan = freeze([on, off, silent], **fields)
+    mixed: dict[str, Any] = {"mode": "Auto", "assert_mixed": True, "train": TRAIN, "max_unavailable": 1}
+    plan = rounds_kit.frozen([on, off, silent], **mixed)
     assert isinstance(plan, RoundPlan)
     assert [(m.engine, m.transport.value) for m in plan.members] == [("on", "Serialized")]
-    alone = freeze([on, silent], **fields)
+    alone = rounds_kit.frozen([on, silent], **mixed)
     assert isinstance(alone, Refusal)
     assert alone.reason is Reason.MIXED_TRANSPORT_IMPOSSIBLE
 

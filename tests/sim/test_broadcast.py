@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from e2e.sim.model import MODELS, initial_state
 from e2e.sim.tensors import write_safetensors
+from tests.rank0 import Rank0
 
 CONFIG = MODELS["tiny"]
 NAMES = list(initial_state(CONFIG, 0))
 
 
-class Sender:
-    """Rank 0 of a group, as a trainer makes it: the store's socket is bound to loopback by us."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(64)
-        self.port: int = self._socket.getsockname()[1]
-        self.group: Any = None
-        self._store: Store | None = None
-
-    def open(self, name: str, world_size: int) -> None:
-        timeout = timedelta(seconds=30)
-        self._store = store = TCPStore(
-            "127.0.0.1",
-            self.port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-        )
-        prefixed: Store = store
-        for prefix in (name, f"{name}/", "cpu/"):
-            prefixed = PrefixStore(prefix, prefixed)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self.group = ProcessGroupGloo(prefixed, 0, world_size, options)
+class Sender(Rank0):
+    """What a trainer sends."""
 
     def broadcast(self, data: torch.Tensor) -> None:
         self.group.broadcast(data, 0).wait()
-
-    def close(self) -> None:
-        self.group = self._store = None
-        self._socket.close()
 
 
 @pytest.fixture
