@@ -68,8 +68,8 @@ node-down: $(STAMP) ## stop what `make node` started and remove it; only caches 
 image: $(STAMP) ## build the images operator, engine, trainer with buildah or docker (BASE=image; without it one is made of Debian packages) and report sizes
 	@$(BIN)/python -m e2e.node image --base "$(BASE)"
 
-e2e-node: image ## tests on a real node: chart, images, probes, sidecars, volumes, upgrade (needs root; SHORT=1: without the faults)
-	@$(BIN)/python -m pytest e2e/node -m "$(if $(SHORT),not node_faults)" -v --durations=0 --durations-min=1 $(ARGS)
+e2e-node: image ## tests on a real node: chart, images, probes, sidecars, volumes, upgrade (needs root; SHORT=1: without the faults, as CI)
+	@$(BIN)/python -m pytest e2e/node -m "$(if $(SHORT),not node_faults)" -v -s --durations=0 --durations-min=1 $(ARGS)
 
 generate: $(STAMP) ## write the generated files: CRDs and pages of reference, the chart's README, config/default
 	@$(BIN)/python -m rlfleet.api.crdgen --write
