@@ -6,6 +6,7 @@ by far more, rounding by far less. (That this forward is the real model's is sho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,12 +20,22 @@ TOLERANCE = 1e-3
 
 def lags(seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """By how much each token's logit is below the largest, under the weights of ``seed``."""
-    config = MODELS[MODEL]
+    return _lags(seed, tuple(prompt), tuple(tokens))
+
+
+# Greedy answers under load are the same ones over and over, and to judge one takes as long as to ask for it.
+@functools.cache
+def _lags(seed: int, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[float]:
     whole = torch.tensor([[*prompt, *tokens]])
     with torch.no_grad():
-        logits = forward(config, torch_state(config, seed), whole)[0, len(prompt) - 1 : -1]
+        logits = forward(MODELS[MODEL], _weights(seed), whole)[0, len(prompt) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return [float(x) for x in logits.max(-1).values - chosen]
+
+
+@functools.cache
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    return torch_state(MODELS[MODEL], seed)
 
 
 def untrue(
