@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,9 +82,8 @@ def block(fleet: Fleet) -> dict[str, Any]:
 
 def seen(fleet: Fleet, pod: dict[str, Any], container: str) -> list[str]:
     """The devices that a container was given, from its own environment."""
-    pid = fleet.cluster.hollow.pid(fleet.namespace, pod["metadata"]["name"], container)
-    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return next(line for line in lines if line.startswith("NVIDIA_VISIBLE_DEVICES=")).partition("=")[2].split(",")
+    given = fleet.cluster.hollow.environment(fleet.namespace, pod["metadata"]["name"], container)
+    return given["NVIDIA_VISIBLE_DEVICES"].split(",")
 
 
 def test_trainer_and_engines_share_a_block_where_first_fit_would_fail(fleet: Fleet, crowded: None) -> None:

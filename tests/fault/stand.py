@@ -24,7 +24,7 @@ from rlfleet.sender import checkpoint
 from tests.fault.calls import Journal
 from tests.fault.history import Recorder
 from tests.fault.invariants import Checker
-from tests.fault.nursery import Nursery, NurseryOperator
+from tests.fault.nursery import NurseryOperator, operators
 from tests.fault.probe import Prober
 from tests.fault.proxy import FaultProxy
 
@@ -154,7 +154,7 @@ class Stand:
                 router=lambda: self.router_url,
             )
         )
-        self.nursery = enter(Nursery())
+        self.nursery = enter(operators())
         for number in range(self.instances):
             self.operators.append(self._instance(number))
         self.pushes = enter(

@@ -24,6 +24,7 @@ from e2e.cluster.hollow.environment import ConfigError
 from e2e.cluster.hollow.probes import Prober
 from e2e.cluster.hollow.process import HostProcess, StartError
 from e2e.cluster.hollow.timestamps import now
+from e2e.cluster.nursery import Nursery
 
 Object = dict[str, Any]
 
@@ -52,6 +53,11 @@ class Launch:
     environment: dict[str, str]
     folder: Path
     log: Path
+    nursery: Nursery | None = None
+
+    def start(self, command: list[str] | None = None) -> HostProcess:
+        """The process, or another one with all that is its own. Raises StartError."""
+        return HostProcess(command or self.command, self.environment, self.folder, self.log, self.nursery)
 
 
 class Container:
@@ -155,7 +161,7 @@ class Container:
         began = now()
         self.identity = f"hollow://{self.name}-{self.restarts}-{time.time_ns():x}"
         try:
-            self.process = HostProcess(launch.command, launch.environment, launch.folder, launch.log)
+            self.process = launch.start()
         except StartError as error:
             self._terminated(128, began, "StartError", str(error))
             return 128
@@ -245,7 +251,7 @@ class Container:
         if launch is None:
             return False
         try:
-            process = HostProcess(command, launch.environment, launch.folder, launch.log)
+            process = launch.start(command)
         except StartError:
             return False
         try:

@@ -58,6 +58,10 @@ class HollowControl:
         """The pid of the container's process (its process group has the same number)."""
         return int(self._call("pid", namespace, pod, container)["pid"])
 
+    def environment(self, namespace: str, pod: str, container: str) -> dict[str, str]:
+        """The variables that the container's process was started with."""
+        return dict(self._call("environment", namespace, pod, container)["environment"])
+
     def log(self, namespace: str, pod: str, container: str) -> Path:
         """The file with the container's output, all its restarts included."""
         return Path(self._call("log", namespace, pod, container)["path"])

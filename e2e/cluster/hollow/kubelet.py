@@ -23,7 +23,12 @@ from e2e.cluster.hollow.devices import Devices
 from e2e.cluster.hollow.environment import PodFacts
 from e2e.cluster.hollow.hardware import Hardware
 from e2e.cluster.hollow.nodes import ALLOCATABLE, Nodes
-from e2e.cluster.hollow.pod import Host, Pod
+from e2e.cluster.hollow.pod import Host, Pod, everywhere
+from e2e.cluster.nursery import Nursery
+from e2e.cluster.processes import CLUSTER_MARK
+
+#: Programs that most pods run.
+_NURSED = ("rlfleet.gate", "e2e.sim.engine")
 
 log = logging.getLogger("hollow.kubelet")
 
@@ -44,6 +49,11 @@ class HollowKubelet:
 
     async def run(self) -> None:
         """Registers the nodes, marks itself ready, serves for ever."""
+        environment = everywhere(self._root) | {"HOME": str(self._folder), CLUSTER_MARK: self._mark}
+        with Nursery(_NURSED, environment) as nursery:
+            await self._serve(nursery)
+
+    async def _serve(self, nursery: Nursery) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._memory_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._addresses = AddressBlock(self._mark)
@@ -57,7 +67,9 @@ class HollowKubelet:
             devices = Devices({name: self._nodes.devices(name) for name in self._nodes.addresses})
             hardware = Hardware(self._folder, self._nodes.devices)
             await asyncio.to_thread(hardware.install_driver)
-            self._host = Host(api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware)
+            self._host = Host(
+                api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nursery
+            )
             await self._nodes.register()
             server = await self._serve_commands()
             try:
@@ -158,9 +170,9 @@ class HollowKubelet:
             process.signal(signal.SIGSTOP)
         elif command == "thaw":
             process.signal(signal.SIGCONT)
-        elif command != "pid":
+        elif command not in ("pid", "environment"):
             raise LookupError(f"unknown command {command}")
-        return {"pid": process.pid}
+        return {"pid": process.pid, "environment": process.environment}
 
     def _find(self, namespace: str, name: str, container: str) -> Container:
         for pod in self._pods.values():

@@ -30,6 +30,7 @@ from e2e.cluster.hollow.environment import ConfigError, MountPaths, PodFacts, co
 from e2e.cluster.hollow.hardware import Hardware
 from e2e.cluster.hollow.timestamps import now
 from e2e.cluster.hollow.volumes import SERVICE_ACCOUNT_MOUNT, Volumes
+from e2e.cluster.nursery import Nursery
 from e2e.cluster.processes import CLUSTER_MARK
 
 _BUNDLE_SECONDS = 0.03
@@ -56,6 +57,7 @@ class Host:
     mark: str
     devices: Devices
     hardware: Hardware
+    nursery: Nursery
     stalls: list[tuple[str, str, str]] = field(default_factory=list)
     """Containers that stop as they start, once each: (namespace, beginning of the pod's name, container)."""
 
@@ -65,6 +67,16 @@ class Host:
         if found is not None:
             self.stalls.remove(found)
         return found is not None
+
+
+def everywhere(root: Path) -> dict[str, str]:
+    """Variables of all containers."""
+    return {
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(root / "operator"), str(root)]),
+        "PYTHONUNBUFFERED": "1",
+        "LANG": "C.UTF-8",
+    }
 
 
 class Pod:
@@ -344,13 +356,9 @@ class Pod:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_folder.mkdir(parents=True, exist_ok=True)
         server = urlsplit(self._host.api.server)
-        base = {
-            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
-            "PYTHONPATH": os.pathsep.join([str(self._host.root / "operator"), str(self._host.root)]),
-            "PYTHONUNBUFFERED": "1",
+        base = everywhere(self._host.root) | {
             "HOME": str(folder),
             "HOSTNAME": self._pod["spec"].get("hostname") or self.name,
-            "LANG": "C.UTF-8",
             "KUBERNETES_SERVICE_HOST": server.hostname or "",
             "KUBERNETES_SERVICE_PORT": str(server.port or 443),
         }
@@ -366,7 +374,7 @@ class Pod:
         if self._host.stalls_now(self.namespace, self.name, spec["name"]):
             # Stopped before its first instruction, however busy the machine is.
             words = ["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *words]
-        return Launch(words, variables, wanted, self.log_folder / f"{spec['name']}.log")
+        return Launch(words, variables, wanted, self.log_folder / f"{spec['name']}.log", self._host.nursery)
 
     def _grace(self) -> float:
         return float(self._pod["spec"].get("terminationGracePeriodSeconds", 30))

@@ -12,8 +12,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from e2e.cluster.nursery import Forked, Nursery
 
 
 class StartError(Exception):
@@ -21,20 +24,60 @@ class StartError(Exception):
 
 
 class HostProcess:
-    """A started process. ``exit_code`` is None while it runs."""
+    """A started process. ``exit_code`` is None while it runs; ``environment`` is what it was started with.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+    ``nursery`` bears those that it can, once it is ready.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        nursery: Nursery | None = None,
+    ) -> None:
         path = environment.get("PATH", os.defpath)
         program = shutil.which(command[0], path=path) if "/" not in command[0] else command[0]
         if program is None or not os.access(program, os.X_OK):
             raise StartError(f'exec: "{command[0]}": executable file not found in $PATH')
+        self._process = self._born(nursery, program, command, environment, folder, log) or self._started(
+            program, command, environment, folder, log
+        )
+        self.pid = self._process.pid
+        self.environment = dict(environment)
+        self.exit_code: int | None = None
+        self._ended = asyncio.Event()
+        # A pid descriptor is readable when the process has ended: no thread and no polling per container.
+        self._descriptor = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._end)
+
+    @staticmethod
+    def _born(
+        nursery: Nursery | None,
+        program: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+    ) -> Forked | None:
+        if nursery is None or not nursery.ready.is_set() or command[1:2] != ["-m"] or len(command) < 3:
+            return None
+        if os.path.realpath(program) != os.path.realpath(sys.executable) or not nursery.bears(command[2], environment):
+            return None
+        return nursery.fork(command[2], command[3:], environment, str(folder), str(log), kept=True)
+
+    @staticmethod
+    def _started(
+        program: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
+    ) -> subprocess.Popen[bytes]:
         # setpriv replaces itself by the program: same pid. Forking with a Python hook instead would be neither
         # safe beside threads nor fast. It reads no options after the program's own name.
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         try:
             with log.open("ab") as output:
-                self._process = subprocess.Popen(
+                return subprocess.Popen(
                     [*prefix, program, *command[1:]],
                     env=dict(environment),
                     cwd=folder,
@@ -45,12 +88,6 @@ class HostProcess:
                 )
         except OSError as error:
             raise StartError(str(error)) from error
-        self.pid = self._process.pid
-        self.exit_code: int | None = None
-        self._ended = asyncio.Event()
-        # A pid descriptor is readable when the process has ended: no thread and no polling per container.
-        self._descriptor = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._end)
 
     async def wait(self) -> int:
         """Returns the exit code; 128 + N for a process that signal N ended."""
@@ -74,6 +111,8 @@ class HostProcess:
             pass
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
+        if isinstance(self._process, Forked):
+            self._process.reap()
         code = self._process.wait()
         self.exit_code = code if code >= 0 else 128 - code
         self._ended.set()
