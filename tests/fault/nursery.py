@@ -14,7 +14,7 @@ _MODULE = "rlfleet.app.cli"
 def operators() -> Nursery:
     """A nursery of operators; the command line imports the operator only when it runs it."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
-    return Nursery([_MODULE, "rlfleet.app.operator"], environment)
+    return Nursery([_MODULE, "tests.fault.imported"], environment)
 
 
 class NurseryOperator(Operator):

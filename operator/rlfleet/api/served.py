@@ -7,6 +7,7 @@ that takes more than ours (a newer one) is none of our business.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from rlfleet.api import labels
@@ -29,12 +30,18 @@ def kinds(openapi: Schema) -> dict[str, Schema]:
     return found
 
 
+@cache
+def needed() -> dict[str, Schema]:
+    """Kind -> schema of this version. Made once: it takes a third of a second, in which nothing else runs."""
+    return {kind.name: schema(kind) for kind in KINDS}
+
+
 def lacking(found: Mapping[str, Schema]) -> list[str]:
     """What the cluster's schemas lack, most important first: whole kinds, then fields and their limits."""
     missing = [f"{kind.name} is not served" for kind in KINDS if kind.name not in found]
     for kind in KINDS:
         if kind.name in found:
-            ours, theirs = schema(kind)["properties"], found[kind.name].get("properties") or {}
+            ours, theirs = needed()[kind.name]["properties"], found[kind.name].get("properties") or {}
             for part in ("spec", "status"):
                 if part in ours:
                     missing += _compare(f"{kind.name}.{part}", ours[part], theirs.get(part))
