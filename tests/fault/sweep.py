@@ -376,8 +376,15 @@ class Crew:
         threads = [threading.Thread(target=self._guard, args=(n == 0,), name=f"stand-{n}") for n in range(stands)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            # Before the cluster goes down below them: a try that loses it would be reported as one that failed.
+            self._until = 0.0
+            for thread in threads:
+                thread.join()
+            raise
         if self.problems:
             raise AssertionError("\n".join(self.problems))
 
