@@ -255,13 +255,21 @@ class LocalCluster:
 
     def read(self, path: str) -> Any:
         """One GET at the apiserver as admin; raises ClusterError for any other answer than 200."""
+        return self._admin().get(path)
+
+    def _admin(self) -> Reader:
         if self._reader is None:
             self._reader = Reader(self._require().server, self.state / "pki")
-        return self._reader.get(path)
+        return self._reader
 
     def apply(self, *objects: dict[str, Any]) -> None:
-        """Applies objects as admin."""
-        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+        """Applies objects as admin, one after the other. What is refused is told in kubectl's words."""
+        rest = list(objects)
+        while rest and self._admin().apply(rest[0]):
+            del rest[0]
+        if not rest:
+            return
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": rest})
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=text)
 
     def audit_mark(self) -> int:
