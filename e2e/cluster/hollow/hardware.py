@@ -38,5 +38,9 @@ class Hardware:
         root = self._folder / "devices" / node
         for uuid in self._devices(node):
             ledger.create(root, uuid, GPU_BYTES)
-        driver = {} if self._driver is None else {"LD_LIBRARY_PATH": str(self._driver)}
-        return {ledger.ROOT_ENV: str(root), **driver}
+        return {ledger.ROOT_ENV: str(root), **self.driver}
+
+    @property
+    def driver(self) -> dict[str, str]:
+        """Those by which a process finds the driver library; the same on all nodes."""
+        return {} if self._driver is None else {"LD_LIBRARY_PATH": str(self._driver)}

@@ -49,11 +49,6 @@ class HollowKubelet:
 
     async def run(self) -> None:
         """Registers the nodes, marks itself ready, serves for ever."""
-        environment = everywhere(self._root) | {"HOME": str(self._folder), CLUSTER_MARK: self._mark}
-        with Nursery(_NURSED, environment) as nursery:
-            await self._serve(nursery)
-
-    async def _serve(self, nursery: Nursery) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._memory_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._addresses = AddressBlock(self._mark)
@@ -67,24 +62,30 @@ class HollowKubelet:
             devices = Devices({name: self._nodes.devices(name) for name in self._nodes.addresses})
             hardware = Hardware(self._folder, self._nodes.devices)
             await asyncio.to_thread(hardware.install_driver)
-            self._host = Host(
-                api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nursery
-            )
-            await self._nodes.register()
-            server = await self._serve_commands()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._nodes.renew())
-                    group.create_task(self._nodes.watch())
-                    group.create_task(self._follow_pods())
-                    (self._folder / "ready").touch()
-            finally:
-                server.close()
-                for task in self._tasks.values():
-                    task.cancel()
-                if self._tasks:
-                    await asyncio.wait(self._tasks.values())
-                self._addresses.close()
+            environment = everywhere(self._root) | hardware.driver
+            environment |= {"HOME": str(self._folder), CLUSTER_MARK: self._mark}
+            with Nursery(_NURSED, environment) as nursery:
+                self._host = Host(
+                    api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nursery
+                )
+                await self._serve()
+
+    async def _serve(self) -> None:
+        await self._nodes.register()
+        server = await self._serve_commands()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._nodes.renew())
+                group.create_task(self._nodes.watch())
+                group.create_task(self._follow_pods())
+                (self._folder / "ready").touch()
+        finally:
+            server.close()
+            for task in self._tasks.values():
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks.values())
+            self._addresses.close()
 
     async def _follow_pods(self) -> None:
         async for event, pod in self._api.follow("/api/v1/pods", "fieldSelector=spec.nodeName!="):
