@@ -69,6 +69,8 @@ def applied_path(obj: Mapping[str, Any]) -> str | None:
     if api not in (f"/api/{obj['apiVersion']}", f"/apis/{obj['apiVersion']}"):
         return None
     meta = obj["metadata"]
+    if "name" not in meta:
+        return None
     within = f"namespaces/{quote(meta.get('namespace') or 'default')}/" if namespaced else ""
     return f"{api}/{within}{plural}/{quote(meta['name'])}"
 

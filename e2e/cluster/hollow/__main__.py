@@ -30,12 +30,21 @@ def main() -> None:
     parser.add_argument("--memory-folder", type=Path, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--mark", required=True)
+    parser.add_argument("--nursery", action="store_true", help="fork gates and engines instead of starting them")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     root = Path(__file__).resolve().parents[3]
     asyncio.run(
         _serve(
-            HollowKubelet(options.kubeconfig, root, options.folder, options.memory_folder, options.nodes, options.mark)
+            HollowKubelet(
+                options.kubeconfig,
+                root,
+                options.folder,
+                options.memory_folder,
+                options.nodes,
+                options.mark,
+                nursery=options.nursery,
+            )
         )
     )
 

@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import aiohttp
@@ -34,15 +35,29 @@ log = logging.getLogger("hollow.kubelet")
 
 
 class HollowKubelet:
-    """Plays the kubelet for all nodes until it is cancelled; then every container is killed."""
+    """Plays the kubelet for all nodes until it is cancelled; then every container is killed.
 
-    def __init__(self, kubeconfig: Path, root: Path, folder: Path, memory_folder: Path, nodes: int, mark: str) -> None:
+    ``nursery``: gates and engines are forked by a process that has imported them.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: Path,
+        root: Path,
+        folder: Path,
+        memory_folder: Path,
+        nodes: int,
+        mark: str,
+        *,
+        nursery: bool = False,
+    ) -> None:
         self._kubeconfig = kubeconfig
         self._root = root
         self._folder = folder
         self._memory_folder = memory_folder
         self._count = nodes
         self._mark = mark
+        self._nursed = _NURSED if nursery else ()
         self._pods: dict[str, Pod] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._done: set[str] = set()
@@ -64,7 +79,7 @@ class HollowKubelet:
             await asyncio.to_thread(hardware.install_driver)
             environment = everywhere(self._root) | hardware.driver
             environment |= {"HOME": str(self._folder), CLUSTER_MARK: self._mark}
-            with Nursery(_NURSED, environment) as nursery:
+            with Nursery(self._nursed, environment) if self._nursed else nullcontext() as nursery:
                 self._host = Host(
                     api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nursery
                 )

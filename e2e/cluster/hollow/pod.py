@@ -57,7 +57,7 @@ class Host:
     mark: str
     devices: Devices
     hardware: Hardware
-    nursery: Nursery
+    nursery: Nursery | None
     stalls: list[tuple[str, str, str]] = field(default_factory=list)
     """Containers that stop as they start, once each: (namespace, beginning of the pod's name, container)."""
 
