@@ -37,7 +37,8 @@ _CASES = """\
 
 Each case passed at the real engine; where engines may differ, the cell says what was observed. `refused`: the engine
 can not, and says so before anything is touched. The cases are in
-[`tests/contract`](../../tests/contract/cases/__init__.py): `make test-engines` runs them at real engines, `make test` at the reference engine, which must answer alike.
+[`tests/contract`](../../tests/contract/cases/__init__.py): `make test-engines` runs them at real engines, `make test`
+at the reference engine, which must answer alike.
 """
 _MEANING: Mapping[Capability, str] = {
     Capability.SERIALIZED: "loads weights from files",
