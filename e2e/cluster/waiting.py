@@ -11,7 +11,7 @@ T = TypeVar("T")
 _PAUSE_SECONDS = 0.05
 
 
-def wait_until(check: Callable[[], T], what: str, timeout: float = 60.0) -> T:
+def wait_until(check: Callable[[], T], what: str, timeout: float = 180.0) -> T:
     """Calls ``check`` until it returns something true, and returns that.
 
     Raises TimeoutError, which says ``what`` did not happen and what ``check`` returned last.

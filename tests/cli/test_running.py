@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "t-8dbb0a5ba5"
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 #: Seconds for a command; they only end a broken test.
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @pytest.fixture

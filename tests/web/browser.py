@@ -19,7 +19,7 @@ import pytest
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 #: Seconds for anything the browser is asked; it only ends a broken test.
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def program() -> str:
