@@ -12,7 +12,7 @@ from e2e.cluster.local import ClusterError
 from e2e.scenarios.kit import Fleet, engine_url, http, wait_until
 from e2e.scenarios.test_adopt import message
 from e2e.scenarios.test_rounds import serialized_fleet
-from rlfleet.plan.rolling import STARVED_MS
+from rlfleet.plan.room import STARVED_MS
 
 pytestmark = pytest.mark.cluster
 

@@ -230,6 +230,20 @@ def test_a_poisoned_engine_that_can_not_take_part_is_replaced() -> None:
     assert (opened(found), found.replace) == (["e-1"], ("e-0",))
 
 
+@pytest.mark.parametrize("committed", [COMMITTED, None])
+def test_a_refresh_that_waits_takes_along_whoever_can_take_part_and_holds_up_nobody_else(
+    committed: Committed | None,
+) -> None:
+    lost = engine("e-0", gate(paused=True, loads=(load(),), incarnation=None))
+    poisoned = fresh("e-1", loads=(load(),))
+    waits = {"committed": committed, "refresh_waits": True, "sender": sender(cache(8, DIGEST_B))}
+    found = plan(lost, poisoned, fresh("e-2"), **waits)
+    assert (opened(found), found.replace) == ([], ("e-0",))
+    assert set(plan(lost, poisoned, fresh("e-2"), **{**waits, "refresh_waits": False}).replace) == {"e-0", "e-1"}
+    spent_one = plan(fresh(), counts=[counted(fresh(), ALLOWANCE)], refresh_waits=True)
+    assert spent_one.replace == ()
+
+
 def test_counting_is_once_per_round() -> None:
     e = fresh()
     present = {e.name: e}

@@ -13,15 +13,9 @@ from rlfleet.api.conditions import Reason
 from rlfleet.plan.budget import Allowance, allowances, plan_budget, uncounted, wanted_budget
 from rlfleet.plan.pool import PoolView, plan_pods
 from rlfleet.plan.rolling import (
-    ROOM_MS,
-    STARVED_MS,
-    UNUSED,
     Candidate,
-    Update,
-    makes_room,
     plan_rolling,
     rolling_limit,
-    update_of,
 )
 from tests.plan.pool_kit import fact, pool
 
@@ -127,85 +121,6 @@ def test_it_comes_to_an_end(marks: list[str], limit: int) -> None:
         picked = set(chosen("".join(marks), limit=limit))
         marks = ["n" if i in picked else "N" if m == "n" else m for i, m in enumerate(marks)]
     assert set(marks) == {"N"}
-
-
-# ------------------------------------------------------------------------------------------ room between rounds
-
-ROOM = ROOM_MS + 30_000
-
-
-def update(**changes: Any) -> Update:
-    return Update(**{"pool": "a", "since_ms": 0, "step_ms": 0, "moving": False} | changes)
-
-
-def room(now_ms: int, *updates: Update, opened_ms: int | None = None) -> tuple[int | None, str]:
-    return makes_room(updates, opened_ms=opened_ms, now_ms=now_ms, drain_seconds=30)
-
-
-def test_a_round_waits_for_an_update_that_had_no_step_for_long() -> None:
-    assert room(STARVED_MS) == (None, ""), "nobody updates"
-    assert room(STARVED_MS - 1, update()) == (None, "")
-    assert room(STARVED_MS, update()) == (STARVED_MS, "a")
-    assert room(STARVED_MS, update(step_ms=1)) == (None, ""), "its last step is not long ago"
-    assert room(STARVED_MS, update(moving=True)) == (None, ""), "it takes one now"
-
-
-def test_the_wait_is_bounded_and_not_repeated_at_once_where_it_was_for_nothing() -> None:
-    start = STARVED_MS
-    assert room(start + ROOM - 1, update(), opened_ms=start) == (start, "a")
-    assert room(start + ROOM, update(), opened_ms=start) == (start, "")
-    assert room(start + (1 + UNUSED) * ROOM - 1, update(), opened_ms=start) == (start, "")
-    again = start + (1 + UNUSED) * ROOM
-    assert room(again, update(), opened_ms=start) == (again, "a")
-    # Where it was used the next step is due as soon as the update starves again.
-    then = start + ROOM + STARVED_MS
-    assert room(then, update(step_ms=start + ROOM), opened_ms=start) == (then, "a")
-
-
-@given(st.integers(1, 5), st.integers(1, 90), st.booleans())
-def test_rounds_without_a_pause_starve_no_update_and_are_not_starved(pods: int, drain: int, possible: bool) -> None:
-    """Rounds of 20 s that follow each other at once; a step is possible only where no round runs for as long as an
-    engine drains."""
-    now, opened, step, left, waited, idle_since = 0, None, 0, pods, 0, 0
-    while left and now < 10_000_000:
-        there = [update(step_ms=step)]
-        opened, who = makes_room(there, opened_ms=opened, now_ms=now, drain_seconds=drain)
-        if not who:
-            now += 20_000
-            idle_since = now
-            continue
-        waited += 200
-        now += 200
-        if possible and now - idle_since >= drain * 1000 + 5_000:
-            left, step = left - 1, now
-    assert left == (0 if possible else pods)
-    if not possible:
-        assert waited / now < 1 / UNUSED
-
-
-def test_what_a_pool_and_its_pods_say_of_an_update() -> None:
-    def pod(made: str, **meta: Any) -> dict[str, Any]:
-        return {"metadata": {"creationTimestamp": made, **meta}}
-
-    mine = pool(updateStrategy={"type": "RollingUpdate"})
-    condition = {"type": "TemplateOutdated", "status": "True", "lastTransitionTime": "1970-01-01T00:00:05Z"}
-    there = [pod("1970-01-01T00:00:01Z"), pod("1970-01-01T00:00:09Z")]
-    assert update_of(mine, there, wanted=2) is None
-    mine["status"] = {"conditions": [condition]}
-    assert update_of(mine, there, wanted=2) == Update("a", 5_000, 9_000, moving=False)
-    for pods_now, wanted in ((there, 3), ([*there, pod("1970-01-01T00:00:02Z", deletionTimestamp="x")], 2)):
-        found = update_of(mine, pods_now, wanted=wanted)
-        assert found is not None
-        assert found.moving
-    assert update_of(pool() | {"status": mine["status"]}, there, wanted=2) is None, "OnDelete replaces nobody"
-    # One that a person keeps is no reason to wait: it stays however long a round does.
-    mine["status"]["templateHash"] = "v1-new"
-    kept = pod("1970-01-01T00:00:01Z", annotations={"rlfleet.dev/quarantine": "why"})
-    new = pod("1970-01-01T00:00:09Z", labels={"rlfleet.dev/template-hash": "v1-new"})
-    assert update_of(mine, [kept, new], wanted=2) is None
-    assert update_of(mine, [kept, new, there[0]], wanted=3) is not None
-    mine["status"]["conditions"][0]["status"] = "False"
-    assert update_of(mine, there, wanted=2) is None
 
 
 def test_limits() -> None:

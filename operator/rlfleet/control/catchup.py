@@ -51,9 +51,16 @@ def failures_of(rounds: Iterable[Obj], manifest_digest: str) -> tuple[Failure, .
 
 
 def plan(
-    ctx: Context, ledger: Ledger, sender: SenderLink, fleet: Fleet, rounds: list[Obj], pools: list[Obj]
+    ctx: Context,
+    ledger: Ledger,
+    sender: SenderLink,
+    fleet: Fleet,
+    rounds: list[Obj],
+    pools: list[Obj],
+    *,
+    refresh_waits: bool,
 ) -> CatchUpPlan:
-    """Decide from what this reconcile has read."""
+    """Decide from what this reconcile has read. ``refresh_waits``: a Refresh is there that can not start yet."""
     committed = ledger.committed
     spec = ledger.spec
     slot = None
@@ -70,6 +77,7 @@ def plan(
         how=transporting(spec, sender.train, slot),
         on_failure=str(spec["sync"]["onFailure"]),
         now_ms=ctx.now_ms(),
+        refresh_waits=refresh_waits,
     )
 
 

@@ -3,7 +3,8 @@
 Numbered as it happens: (1) read the pipeline, its rounds and pools live; (2) the repair rules that need nobody; (3)
 find the sender, look at the engines; (4) finish what is claimed, whoever claimed it; (5) settle rounds that can not
 run, execute the newest that can; (6) repair engines; (7) put engines to sleep or wake them; (8) bring those that missed
-a round to what is committed; (9) sweep the history, write status if it changed.
+a round to what is committed; (9) sweep the history, write status if it changed. While a round waits, for its version
+or for a rolling update, all of this goes on, but that it takes along whoever could be caught up.
 
 Invariants: repair rules are isolated (control.repair.rules), so none that fails keeps a round or another rule waiting;
 one reconcile of a pipeline runs at a time (the queue sees to it), and it is the only writer of RLPipeline.status and
@@ -36,6 +37,7 @@ from rlfleet.control.repair.engines import ROUND_KINDS, EngineRepair, trouble_of
 from rlfleet.control.repair.history import let_ended_go, release_ceilings, settle_abandoned, sweep_history
 from rlfleet.control.repair.pods import replace_closed, replace_strangers
 from rlfleet.control.repair.rules import RuleName, Rules
+from rlfleet.control.room import make_room, open_room
 from rlfleet.control.rounds.catchup import CatchUp
 from rlfleet.control.rounds.executor import Executor
 from rlfleet.control.rounds.ledger import API_SECONDS, FenceLost, Ledger, RoundGone, RoundStatusLost
@@ -54,7 +56,6 @@ from rlfleet.plan.catchup import triage_catch_ups
 from rlfleet.plan.deletion import belongs, is_deleting
 from rlfleet.plan.elastic import wanted_pods
 from rlfleet.plan.identity import poisoned_gates, strays
-from rlfleet.plan.rolling import makes_room, update_of
 from rlfleet.plan.rounds import RoundRef
 from rlfleet.plan.triage import Triage
 from rlfleet.plan.validate import Violation
@@ -191,13 +192,11 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
             message=end.message,
             committed=end.outcome == "Succeeded",
         )
+    todo, room = make_room(ctx, view, todo)
+    if room is not None and await open_room(view, room):
+        return After(0.0, Priority.ROUND)
     if todo.run is not None:
         ledger.round = open_rounds[todo.run.uid]
-        pending_ms = int(ledger.spec["sync"]["deadlines"]["pendingSeconds"]) * 1000
-        if ctx.now_ms() - todo.run.created_ms < pending_ms // 2 and (update := _room(ctx, view, pools.items)):
-            why = f"lets the rolling update of EnginePool {update} take a step, which earlier rounds left no time for"
-            await _say_waiting(ctx, ledger, todo.run, (Reason.UPDATING, why))
-            return After(WAIT_SECONDS, Priority.ROUND)
         await _execute(ctx, ledger, sender, view)
         return After(0.0, Priority.ROUND)
 
@@ -207,7 +206,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
         await sender.ask()
         mine = [r for r in listed.items if r["spec"]["pipeline"] == name and belongs(r, pipeline=ledger.uid)]
         run = _triage(ctx, view, [r for r in mine if not is_terminal(r)], frozenset(), None).run
-        return run.name if run is not None else None
+        makes_room = room is not None and room.lasts(ctx.now_ms())
+        return run.name if run is not None and not makes_room else None
 
     # A finished round says what is wrong until the next one: its trouble outlives the write that ended it.
     view.trouble = blocked or _trouble(ctx, view, pipeline, rounds)
@@ -229,21 +229,21 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     working = todo.why or (moved.working if moved is not None else None)
 
     # 8. engines that missed a round
-    plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items)
+    waits = todo.waiting is not None
+    plan = catchup.plan(ctx, ledger, sender, view.fleet, rounds, pools.items, refresh_waits=waits)
     view.trouble = blocked or view.unrepaired or view.unmoved or view.trouble or plan.trouble
     view.awaiting = plan.awaiting
     if behind is not None and blocked is None:
         ledger.round = open_rounds[behind.uid]
         await _execute(ctx, ledger, sender, view)
         return After(0.0, Priority.ROUND)
-    free = todo.waiting is None and blocked is None
-    if free:
+    if blocked is None:
         await rules.run(RuleName.CLOSED_ENGINES, lambda: replace_closed(ctx, ledger, view.fleet, plan.replace))
 
     # 9. history, after every rule that may still need it as evidence; then what all of this comes to
     await rules.run(RuleName.HISTORY, lambda: sweep_history(ctx, ledger, rounds, list(view.fleet.engines.values())))
     await view.write_if_changed(working)
-    if free and plan.open:
+    if blocked is None and plan.open:
         ledger.round = await catchup.open_round(ledger, sender, plan.open, rounds)
         if ledger.round is not None:
             await _execute(ctx, ledger, sender, view)
@@ -278,26 +278,6 @@ def _triage(
         blocked=blocked,
         replaced=replaced,
     )
-
-
-def _room(ctx: Context, view: PipelineView, pools: Iterable[Obj]) -> str:
-    """Name of the pool for whose rolling update a round that could start waits; empty: it starts."""
-    ledger, fleet = view.ledger, view.fleet
-    if ledger.committed is None:
-        return ""
-    found = []
-    for pool in (p for p in pools if p["spec"]["pipeline"] == ledger.name):
-        name = pool["metadata"]["name"]
-        pods = [fleet.pods[e.name] for e in fleet.engines.values() if e.pool == name and not e.gone]
-        if (update := update_of(pool, pods, wanted=wanted_pods(pool))) is not None:
-            found.append(update)
-    view.memory.room_ms, who = makes_room(
-        found,
-        opened_ms=view.memory.room_ms,
-        now_ms=ctx.now_ms(),
-        drain_seconds=float(ledger.spec["sync"]["drainSeconds"]),
-    )
-    return who
 
 
 async def _strangers(ctx: Context, ledger: Ledger, view: PipelineView) -> frozenset[str]:

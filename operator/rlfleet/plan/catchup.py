@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlfleet.api.checkpoint import directory
 from rlfleet.api.conditions import Reason
@@ -76,16 +76,19 @@ class CatchUpPlan:
 
 def needs(e: Engine, committed: Committed | None, pipeline: str) -> bool:
     """The engine is alive, answers, is idle and ours, and is not at what is committed."""
+    return committed is not None and _is_able(e, pipeline) and not caught_up(e, committed)
+
+
+def _is_able(e: Engine, pipeline: str) -> bool:
+    """It can take part in a round as it is."""
     return (
-        committed is not None
-        and not e.gone
+        not e.gone
         and not e.dropped
         and can_join(e)
         and not e.undiscovered
         and e.status is not None
         and e.status.pipeline in ("", pipeline)
         and not e.status.in_flight
-        and not caught_up(e, committed)
     )
 
 
@@ -164,8 +167,28 @@ def plan_catch_up(
     how: Transporting,
     on_failure: str,
     now_ms: int,
+    refresh_waits: bool = False,
 ) -> CatchUpPlan:
-    """What to do between rounds; ``failures``: ended CatchUps of the committed bytes that are still recorded."""
+    """What to do between rounds; ``failures``: ended CatchUps of the committed bytes that are still recorded.
+
+    ``refresh_waits``: a Refresh is there that can not start yet. It takes along whoever can take part, so nobody is
+    caught up or given up before; who can not take part is replaced all the same.
+    """
+    if refresh_waits:
+        found = plan_catch_up(
+            engines,
+            pipeline=pipeline,
+            committed=committed,
+            sender=sender,
+            sender_problem=sender_problem,
+            counts=counts,
+            failures=failures,
+            how=how,
+            on_failure=on_failure,
+            now_ms=now_ms,
+        )
+        able = {e.name for e in engines if _is_able(e, pipeline)}
+        return replace(found, open=(), replace=tuple(n for n in found.replace if n not in able))
     may_replace = on_failure == "Replace"
     poisoned = to_replace(engines, on_failure=on_failure)
     if committed is None:

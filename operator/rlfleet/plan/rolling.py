@@ -16,11 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlfleet.api import labels
-from rlfleet.api.conditions import ConditionStatus, PoolCondition, Reason, find_condition
-from rlfleet.api.timestamps import epoch_ms
+from rlfleet.api.conditions import Reason
 from rlfleet.plan.budget import Allowance
-from rlfleet.plan.quarantine import quarantine_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,68 +107,3 @@ def plan_rolling(
     elif not chosen:
         said += f"; {out} engines are out of service now"
     return Rolling(frozenset(p.uid for p in chosen), len(old), ((Reason.UPDATING, said),))
-
-
-# ------------------------------------------------------------------------------------------ room between rounds
-
-#: Milliseconds without a step after which rounds that follow each other at once let a rolling update through.
-STARVED_MS = 60_000
-#: Least milliseconds of such a room, beside the drain of an engine: to see that nobody owns the engines, and to evict.
-ROOM_MS = 10_000
-#: A room that was not used is followed by none for so many times its length: an update that can not go on (a budget, an
-#: engine out of service) must not hold up every round.
-UNUSED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A rolling update under way. Times in milliseconds since the epoch."""
-
-    pool: str
-    since_ms: int
-    """Since when there are pods of an earlier template."""
-    step_ms: int
-    """When the pool's youngest pod was made."""
-    moving: bool
-    """Pods are missing or on their way out: a step is being taken."""
-
-
-def update_of(pool: Mapping[str, Any], pods: Iterable[Mapping[str, Any]], *, wanted: int) -> Update | None:
-    """What the pool's status and its pods (``wanted`` of them) say of its rolling update; None: there is none."""
-    outdated = find_condition((pool.get("status") or {}).get("conditions") or [], PoolCondition.TEMPLATE_OUTDATED)
-    if not is_rolling(pool) or outdated is None or outdated.get("status") != ConditionStatus.TRUE.value:
-        return None
-    there = list(pods)
-    current = (pool.get("status") or {}).get("templateHash")
-    old = [p for p in there if (p["metadata"].get("labels") or {}).get(labels.TEMPLATE_HASH) != current]
-    if old and all(quarantine_of(p) is not None for p in old):
-        return None  # they stay for whoever looks into them, however long that takes
-    staying = [p for p in there if "deletionTimestamp" not in p["metadata"]]
-    made = [epoch_ms(p["metadata"]["creationTimestamp"]) for p in there if p["metadata"].get("creationTimestamp")]
-    return Update(
-        pool=str(pool["metadata"]["name"]),
-        since_ms=epoch_ms(outdated["lastTransitionTime"]),
-        step_ms=max(made, default=0),
-        moving=len(staying) < wanted or len(staying) < len(there),
-    )
-
-
-def makes_room(
-    updates: Iterable[Update], *, opened_ms: int | None, now_ms: int, drain_seconds: float
-) -> tuple[int | None, str]:
-    """Whether a round that could start now waits, so that a rolling update takes a step: (since when, pool).
-
-    ``opened_ms``: since when the last round waited for that. No pool: the round starts, and what comes first is to be
-    handed in the next time. A step takes as long as an engine drains, and a round waits no longer than that.
-    """
-    listed = list(updates)
-    starved = [u for u in listed if not u.moving and now_ms - max(u.since_ms, u.step_ms) >= STARVED_MS]
-    if not starved:
-        return opened_ms, ""
-    length = ROOM_MS + round(drain_seconds * 1000)
-    if opened_ms is not None and now_ms - opened_ms < length:
-        return opened_ms, starved[0].pool
-    used = opened_ms is None or any(u.step_ms >= opened_ms for u in listed)
-    if used or opened_ms is None or now_ms - opened_ms >= (1 + UNUSED) * length:
-        return now_ms, starved[0].pool
-    return opened_ms, ""

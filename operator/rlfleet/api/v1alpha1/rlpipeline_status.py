@@ -27,6 +27,7 @@ from rlfleet.api.v1alpha1.common import (
     ReportedUrl,
     ShortText,
     Status,
+    Time,
     Uid,
     WeightVersion,
     WholeNumber,
@@ -211,6 +212,16 @@ class PipelineProgress(Status):
     )
 
 
+class UpdateRoom(Status):
+    """Time that a round which could start left to rolling updates."""
+
+    since: Time = Field(description="When it began to wait, by the apiserver's clock.")
+    until: Time = Field(
+        description="When it started at the latest. Decided with since: neither a restart of the operator nor a change "
+        "of spec.sync.drainSeconds makes the wait longer."
+    )
+
+
 class RLPipelineStatus(Status):
     """What the operator knows of a pipeline."""
 
@@ -258,6 +269,11 @@ class RLPipelineStatus(Status):
     )
     blocks: tuple[BlockStatus, ...] = Field(
         default=(), max_length=16, description="Where the train blocks are.", json_schema_extra=keyed_by("name")
+    )
+    update_room: UpdateRoom | None = Field(
+        default=None,
+        description="The last time that rounds which follow each other made room for a RollingUpdate of a pool; absent "
+        "if none ever did. One in which no engine was replaced is followed by none for five times its length.",
     )
     progress: PipelineProgress | None = Field(
         default=None, description="Progress of the rollouts as the trainer reports it; absent when it reports none."

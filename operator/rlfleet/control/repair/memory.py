@@ -36,8 +36,6 @@ class RepairMemory:
     """Of one pipeline, by its UID."""
 
     uid: str
-    room_ms: int | None = None
-    """Since when, in milliseconds since the epoch, the last round waited for a rolling update (plan.rolling)."""
     _known: dict[tuple[str, str], _Known] = field(default_factory=dict)
     _doubts: dict[tuple[str, str], float] = field(default_factory=dict)
     _silence: Silence = field(default_factory=Silence)
