@@ -19,7 +19,8 @@ from rlfleet.plan.drops import to_close as round_closes
 from rlfleet.plan.dynamo import REQUIRED, Listing, Worker
 from rlfleet.plan.lifecycle import derive
 from rlfleet.plan.pool_elastic import Row
-from rlfleet.plan.pool_status import Observed, Problem, build_status
+from rlfleet.plan.pool_observed import Observed, Problem
+from rlfleet.plan.pool_status import build_status
 from rlfleet.plan.quarantine import plan_quarantine, why_shut
 from rlfleet.plan.repair import Act, needs
 from rlfleet.plan.rounds import Committed, Engine, RoundPlan

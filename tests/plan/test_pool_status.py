@@ -13,7 +13,8 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool_status import EnginePoolStatus, EngineState
 from rlfleet.plan.lifecycle import Derived, derive
 from rlfleet.plan.pool_elastic import Row
-from rlfleet.plan.pool_status import Observed, Problem, build_status, ranges
+from rlfleet.plan.pool_observed import Observed, Problem
+from rlfleet.plan.pool_status import build_status, ranges
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
 S = EngineState

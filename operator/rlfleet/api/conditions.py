@@ -302,6 +302,10 @@ class Reason(_Documented):
     ENGINES_OPEN = "EnginesOpen", "engines accept requests"
     ENGINES_CLOSED = "EnginesClosed", "no engine accepts requests"
     NO_ROUTERS = "NoRouters", "the pool has no router; open means that engines are not paused"
+    ENGINES_KEEP_FAILING = (
+        "EnginesKeepFailing",
+        "engines end, or have to be replaced, again and again before they serve; the message names the node",
+    )
     ENGINES_QUARANTINED = (
         "EnginesQuarantined",
         "engines are closed because what they hold is not proven, or because a person keeps them out of service",

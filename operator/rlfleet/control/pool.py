@@ -40,7 +40,8 @@ from rlfleet.plan.elastic import on_devices, shrinks_by_delete, wanted_pods
 from rlfleet.plan.lifecycle import PodFact, pod_fact
 from rlfleet.plan.pool import PodPlan, PoolView, plan_pods
 from rlfleet.plan.pool_elastic import Row
-from rlfleet.plan.pool_status import Observed, Problem, build_status
+from rlfleet.plan.pool_observed import Observed, Problem
+from rlfleet.plan.pool_status import build_status
 from rlfleet.plan.rolling import Rolling, is_rolling
 from rlfleet.plan.validate import stopped, violations
 
@@ -147,7 +148,9 @@ class PoolReconciler:
         seen = await workers.observe(ctx, pool, facts, memory)
         facts, now = seen.facts, ctx.clock.monotonic()
         problems += seen.problems
-        failed, lost = memory.see(facts, now)
+        failed, lost = memory.see(facts, ctx.now_ms())
+        if mine is None:
+            memory.keep_indices(wanted_pods(pool))
         pool_pods.report_endings(ctx, pool, failed, lost)
 
         out = pool_pods.Outcome(problems=problems, unknown=seen.unknown)
@@ -178,11 +181,16 @@ class PoolReconciler:
             unrouted=pool_pods.unrouted(memory, found, fence=fence),
             demanded=demanded,
             vacate=vacate,
-            held_back=frozenset(memory.held_back(now)),
+            held_back=frozenset(memory.held_back(ctx.now_ms())),
             predecessors=memory.predecessors,
             bumps=memory.bumps,
         )
         plan = plan_pods(view)
+        if not plan.owed:
+            memory.note_made()
+        elif plan.create and memory.create_pause(int(pool["metadata"]["generation"]), now):
+            problems += memory.refused
+            plan = plan_pods(replace(view, may_create=False))
         if plan.create:
             broken = await self._broken(pool, pipeline)
             missing = () if broken or pipeline is None else await missing_claims(ctx, pool, pipeline)
@@ -199,9 +207,7 @@ class PoolReconciler:
             drain = drained(plan, pipeline, view.unrouted, found, memory, now)
             plan = plan_pods(replace(view, drained=drain))
         if plan.create:
-            await pool_pods.create_pods(ctx, pool, plan.create, memory, out, slots)
-        else:
-            memory.create_failures = 0
+            await pool_pods.create_pods(ctx, pool, plan, memory, out, slots)
         if plan.delete:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
@@ -216,7 +222,7 @@ class PoolReconciler:
         """Why no pod could be made in place of one that goes; empty: one could, as far as is known."""
         if pipeline is None or not may_create:
             return "the pool makes no pods now"
-        if memory.create_failures:
+        if memory.refused_since is not None:
             return "the apiserver refuses its pods"
         broken = await self._broken(pool, pipeline)
         if broken:
@@ -316,6 +322,8 @@ class PoolReconciler:
             rolling=is_rolling(pool),
             awake=sleep.awake,
             elastic=facts_for_conditions(pool, pipeline, memory, ctx.now_ms()),
+            refused_since=memory.refused_since,
+            failures=memory.failures,
         )
         old = pool.get("status") or {}
         new = build_status(observed, old, now=rfc3339(ctx.now_ms()))
@@ -323,7 +331,9 @@ class PoolReconciler:
         ctx.metrics.pool(meta["namespace"], meta["name"], new, observed.replicas, committed)
         # catchUp is written by rounds (control/rounds/counting.py): what is not ours is neither compared nor deleted.
         changes = {k: new.get(k) for k in {*old, *new} - {"catchUp"} if old.get(k) != new.get(k)}
-        wait = self._next(plan, rows, memory, out, pipeline, moving=bool(sleep.unmoved))
+        wait = self._next(
+            plan, rows, memory, out, pipeline, generation=int(meta["generation"]), moving=bool(sleep.unmoved)
+        )
         if not changes:
             return After(wait)
         now = ctx.clock.monotonic()
@@ -350,16 +360,17 @@ class PoolReconciler:
         out: pool_pods.Outcome,
         pipeline: Obj | None,
         *,
+        generation: int,
         moving: bool,
     ) -> float:
         """When to look again if nothing happens."""
         settings = self._ctx.settings
         waits = [settings.poll_seconds]
-        held = memory.held_back(self._ctx.clock.monotonic())
+        held = memory.held_back(self._ctx.now_ms())
         if held:
             waits.append(max(0.05, min(held.values())))
-        if memory.create_failures:
-            waits.append(min(60.0, 0.5 * 2 ** min(memory.create_failures, 7)))
+        if (left := memory.create_pause(generation, self._ctx.clock.monotonic())) > 0:
+            waits.append(max(0.05, left))
         if out.retry or plan.draining or memory.departures or moving:
             waits.append(settings.boot_poll_seconds)
         busy = any(r.derived.state in _STARTING for r in rows) or bool(out.created or out.deleted)

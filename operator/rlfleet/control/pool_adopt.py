@@ -17,7 +17,7 @@ from rlfleet.kube.resources import ENGINEPOOLS
 from rlfleet.plan.adopt import Adopted, adopted, adopts, indices, selector_of, source_of
 from rlfleet.plan.drops import is_closed
 from rlfleet.plan.lifecycle import PodFact, adopted_fact
-from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.pool_observed import Problem
 from rlfleet.plan.rounds import Engine
 
 if TYPE_CHECKING:

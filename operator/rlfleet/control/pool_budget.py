@@ -20,7 +20,7 @@ from rlfleet.kube.resources import PODDISRUPTIONBUDGETS
 from rlfleet.plan import template
 from rlfleet.plan.budget import Allowance, allowances, plan_budget, uncounted
 from rlfleet.plan.elastic import wanted_pods
-from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.pool_observed import Problem
 from rlfleet.plan.rolling import Candidate, Rolling, is_rolling, plan_rolling, rolling_limit
 
 if TYPE_CHECKING:

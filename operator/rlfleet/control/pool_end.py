@@ -48,7 +48,7 @@ async def finalize(
         return Done()
     meta = pool["metadata"]
     late = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
-    memory.see(facts, ctx.clock.monotonic())
+    memory.see(facts, ctx.now_ms())
     active = ((pipeline or {}).get("status") or {}).get("activeOperation")
     if facts and uses_engines(active) and not late:
         await _say_waiting(ctx, pool, pool_waits_for(active, tuple(f.name for f in facts), ()))
@@ -96,7 +96,7 @@ async def let_go(
         return Done()
     meta = pool["metadata"]
     late = (ctx.now_ms() - epoch_ms(meta["deletionTimestamp"])) / 1000 >= FINALIZE_SECONDS
-    memory.see(facts, ctx.clock.monotonic())
+    memory.see(facts, ctx.now_ms())
     out = pool_pods.Outcome()
     fence = int(((pipeline or {}).get("status") or {}).get("fence") or 0)
     if pipeline is None:

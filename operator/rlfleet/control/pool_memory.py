@@ -1,8 +1,8 @@
 """What the pool reconciler remembers between two runs about one pool.
 
 Invariant: all of it can be lost at any moment (an operator restart) without a wrong action: it saves calls, paces
-retries, and holds what is not known otherwise of pods that are already gone. Since when engines load is taken over from
-status, so that no restart refills a patience.
+retries, and holds what is not known otherwise of pods that are already gone. Since when engines load, since when
+pods can not be made, and how often engines failed to start is taken over from status: no restart refills a patience.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.api.wire import GateStatus
 from rlfleet.control.silence import Silence
 from rlfleet.plan.lifecycle import PodFact
-from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.pool_observed import Problem
+from rlfleet.plan.start_failures import StartFailure, failed, failures_of
 
-#: Seconds before the second, third, ... replacement of an engine that never became active; the first is immediate.
-FAILURE_PAUSE = 5.0
-FAILURE_PAUSE_MAX = 300.0
+#: Seconds before creating pods is tried again: as long as it has been refused, within these.
+CREATE_PAUSE, CREATE_PAUSE_MAX = 0.5, 60.0
+#: States that status shows of engines that have served.
+_SERVED = frozenset({EngineState.ACTIVE.value, EngineState.OFFLOADED.value})
 #: What an engine is shown as while its gate has not answered this process yet, whatever it was before.
 _UNHEARD = frozenset({EngineState.PENDING, EngineState.BOOTING})
-
-
-@dataclass(slots=True)
-class Failures:
-    """Engines of one index that ended without ever being active."""
-
-    count: int = 0
-    not_before: float = 0.0
 
 
 @dataclass(slots=True)
@@ -56,7 +50,8 @@ class PoolMemory:
     departures: dict[str, Departure] = field(default_factory=dict)
     drain_until: dict[str, float] = field(default_factory=dict)
     predecessors: dict[int, str] = field(default_factory=dict)
-    failures: dict[int, Failures] = field(default_factory=dict)
+    failures: dict[int, StartFailure] = field(default_factory=dict)
+    """Engines of one index that ended, or had to be replaced, without ever having been active."""
     loading_since: dict[str, int] = field(default_factory=dict)
     """Since when a pod's engine has been Loading, in milliseconds since the epoch."""
     ever_active: set[str] = field(default_factory=set)
@@ -66,7 +61,14 @@ class PoolMemory:
     processes: dict[str, str] = field(default_factory=dict)
     """Adopted pods: the engine's container as last seen."""
     bumps: dict[int, int] = field(default_factory=dict)
-    create_failures: int = 0
+    refused_since: int | None = None
+    """Since when not all pods that are owed could be made, in milliseconds since the epoch; None: all could."""
+    refused: tuple[Problem, ...] = ()
+    """What the apiserver said when that was tried last."""
+    refused_generation: int = 0
+    """Generation of the pool that was tried: a changed spec is tried at once."""
+    create_again: float = 0.0
+    """Loop time at which it is tried again."""
     namespace_ending: bool = False
     """The apiserver makes no pods any more, because it is deleting the namespace; that is final."""
     status_at: float | None = None
@@ -78,11 +80,18 @@ class PoolMemory:
     @classmethod
     def of(cls, pool: Mapping[str, Any]) -> Self:
         """A new memory, with what the pool's status knows of the time before."""
-        rows = (pool.get("status") or {}).get("engines") or ()
-        since = {str(r["podUID"]): epoch_ms(r["loadingSince"]) for r in rows if r.get("podUID") and "loadingSince" in r}
-        return cls(str(pool["metadata"]["uid"]), loading_since=since)
+        status = pool.get("status") or {}
+        rows = [r for r in status.get("engines") or () if r.get("podUID")]
+        refused = status.get("podsRefusedSince")
+        return cls(
+            str(pool["metadata"]["uid"]),
+            loading_since={str(r["podUID"]): epoch_ms(r["loadingSince"]) for r in rows if "loadingSince" in r},
+            failures=failures_of(status),
+            ever_active={str(r["podUID"]) for r in rows if r.get("state") in _SERVED},
+            refused_since=epoch_ms(refused) if refused else None,
+        )
 
-    def see(self, facts: Iterable[PodFact], now: float) -> tuple[list[PodFact], list[PodFact]]:
+    def see(self, facts: Iterable[PodFact], now_ms: int) -> tuple[list[PodFact], list[PodFact]]:
         """Take in the pods as seen now. Returns (newly failed, newly lost: gone without our deleting them)."""
         present = {f.uid: f for f in facts if f.owned}
         lost = []
@@ -93,6 +102,7 @@ class PoolMemory:
                 self.departures[uid] = Departure(old)
             if old.live:
                 lost.append(old)
+                self._replaced(old, now_ms)
             self._forget(uid)
         failed = []
         for fact in present.values():
@@ -108,12 +118,44 @@ class PoolMemory:
                 if not fact.deleting and (fact.index >= 0 or met):
                     failed.append(fact)
                 if not fact.deleting and fact.index >= 0:
-                    self._count(fact, now)
+                    self._count(fact, now_ms)
+            elif fact.deleting and fact.uid not in self.departures:
+                self._replaced(fact, now_ms)
         return failed, lost
 
-    def held_back(self, now: float) -> dict[int, float]:
+    def held_back(self, now_ms: int) -> dict[int, float]:
         """Indices whose replacement waits, with the seconds that are left."""
-        return {i: f.not_before - now for i, f in self.failures.items() if f.not_before > now}
+        left = {i: f.left_seconds(now_ms) for i, f in self.failures.items()}
+        return {i: seconds for i, seconds in left.items() if seconds > 0}
+
+    def keep_indices(self, wanted: int) -> None:
+        """The pool makes this many engines: what is known of further indices is of no use."""
+        self.failures = {i: f for i, f in self.failures.items() if i < wanted}
+
+    # ------------------------------------------------------------------------------------------ making pods
+
+    def create_pause(self, generation: int, now: float) -> float:
+        """Seconds before creating pods is to be tried again; 0: now."""
+        if self.refused_since is None or self.refused_generation != generation:
+            return 0.0
+        return max(0.0, self.create_again - now)
+
+    def note_refused(
+        self, problems: Iterable[Problem], *, generation: int, now: float, now_ms: int, retry_after: float = 0.0
+    ) -> None:
+        """Not all pods could be made. Each pause is as long as this has lasted, so that the time doubles."""
+        if self.refused_since is None:
+            self.refused_since = now_ms
+        self.refused = tuple(problems)
+        self.refused_generation = generation
+        lasted = (now_ms - self.refused_since) / 1000
+        self.create_again = now + max(retry_after, CREATE_PAUSE, min(lasted, CREATE_PAUSE_MAX))
+
+    def note_made(self) -> None:
+        """Every pod that is owed has been made."""
+        self.refused_since, self.refused = None, ()
+
+    # ------------------------------------------------------------------------------------------ states
 
     def shown(self, uid: str) -> bool:
         """Whether status shows what the gate said last: it answered, or has only just stopped to."""
@@ -142,14 +184,20 @@ class PoolMemory:
             self.ever_active.add(fact.uid)
             self.failures.pop(fact.index, None)
 
-    def _count(self, fact: PodFact, now: float) -> None:
+    def _count(self, fact: PodFact, now_ms: int) -> None:
         if fact.uid in self.ever_active:
             self.failures.pop(fact.index, None)
             return
-        entry = self.failures.setdefault(fact.index, Failures())
-        entry.count += 1
-        if entry.count > 1:
-            entry.not_before = now + min(FAILURE_PAUSE_MAX, FAILURE_PAUSE * 2 ** min(entry.count - 2, 10))
+        old = self.failures.get(fact.index)
+        self.failures[fact.index] = failed(old, node=fact.node, pod_uid=fact.uid, now_ms=now_ms)
+
+    def _replaced(self, fact: PodFact, now_ms: int) -> None:
+        """Somebody else than the pool takes it away. Only what was not proven to be whole is a failure of its start: a
+        person who looks into a pod, or moves one that only has not got so far, proves nothing about its node."""
+        broken = self.states.get(fact.uid) is EngineState.QUARANTINED and fact.quarantine is None
+        if broken and fact.index >= 0 and fact.withheld is None and fact.uid not in self.counted:
+            self.counted.add(fact.uid)
+            self._count(fact, now_ms)
 
     def _forget(self, uid: str) -> None:
         self.facts.pop(uid, None)

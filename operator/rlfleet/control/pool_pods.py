@@ -27,8 +27,9 @@ from rlfleet.plan.adopt import ended
 from rlfleet.plan.blocks import Slot
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.pods import build_pod
-from rlfleet.plan.pool import Create, Delete, slow_start
-from rlfleet.plan.pool_status import Problem, ranges
+from rlfleet.plan.pool import Create, Delete, PodPlan, slow_start
+from rlfleet.plan.pool_observed import Problem
+from rlfleet.plan.pool_status import ranges
 from rlfleet.plan.template import engine_port
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,11 @@ def _client(ctx: Context, priority: Priority) -> KubeClient:
 
 
 async def create_pods(
-    ctx: Context, pool: Obj, actions: Sequence[Create], memory: PoolMemory, out: Outcome, slots: Sequence[Slot]
+    ctx: Context, pool: Obj, plan: PodPlan, memory: PoolMemory, out: Outcome, slots: Sequence[Slot]
 ) -> None:
     """Create pods in growing batches; the first error ends it for now. ``slots``: of train blocks, by engine index."""
     kube = _client(ctx, Priority.SCALE)
-    start = 0
+    actions, start, before = plan.create, 0, len(out.problems)
     for size in slow_start(len(actions), largest=ctx.settings.create_parallel):
         batch = actions[start : start + size]
         start += size
@@ -73,8 +74,6 @@ async def create_pods(
             elif result:
                 out.created.append(action.index)
         if errors:
-            memory.create_failures += 1
-            out.retry = True
             hard = next((e for e in errors if isinstance(e, Invalid | Forbidden)), None)
             if isinstance(hard, Forbidden) and hard.namespace_terminating:
                 memory.namespace_ending = True
@@ -83,9 +82,18 @@ async def create_pods(
                 out.problems.append(Problem(Reason.POD_CREATE_FAILED, f"pod not created: {hard.message[:500]}"))
             else:
                 log.warning("pool %s: creating pods: %s", pool["metadata"]["name"], errors[0])
+            memory.note_refused(
+                out.problems[before:],
+                generation=int(pool["metadata"]["generation"]),
+                now=ctx.clock.monotonic(),
+                now_ms=ctx.now_ms(),
+                retry_after=max((e.retry_after for e in errors if isinstance(e, TooManyRequests)), default=0.0),
+            )
             break
     else:
-        memory.create_failures = 0
+        # Those that wait for something else may be refused as well: it is over when none is owed any more.
+        if len(actions) == plan.owed:
+            memory.note_made()
     if out.created:
         count = len(out.created)
         note = f"Created {count} engine pod{'s' * (count != 1)}: {ranges(out.created)}"

@@ -26,7 +26,7 @@ from rlfleet.kube.errors import ApiError, Forbidden, NotFound
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.resources import SECRETS
 from rlfleet.plan.adopt import is_home
-from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.pool_observed import Problem
 from rlfleet.plan.template import BY_THE_POD, router_keys
 from rlfleet.router import RouterAdapter, make_router, usable_key
 

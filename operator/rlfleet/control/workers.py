@@ -18,7 +18,7 @@ from rlfleet.discovery.client import Unknown
 from rlfleet.plan.adopt import has_gate
 from rlfleet.plan.dynamo import Candidate, Listing, Standing, Verdict, considered, host_of, join, strangers
 from rlfleet.plan.lifecycle import PodFact
-from rlfleet.plan.pool_status import Problem
+from rlfleet.plan.pool_observed import Problem
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.template import engine_port
 

@@ -93,6 +93,8 @@ class PodPlan:
     delete: tuple[Delete, ...] = ()
     draining: frozenset[str] = frozenset()
     waits: tuple[tuple[Reason, str], ...] = ()
+    owed: int = 0
+    """Pods that are missing, made now or later."""
 
 
 def best(pods: Iterable[PodFact]) -> PodFact | None:
@@ -132,6 +134,7 @@ def plan_pods(view: PoolView) -> PodPlan:
             (Reason.NOT_ENOUGH_DEVICES, f"the train blocks have {room} slots, spec.replicas is {view.replicas}")
         )
     create = [c for i in range(room) if (c := _creation(view, i, indexed.get(i, []))) is not None]
+    owed = len(create)
     kept_out = [c for c in create if c.index in view.demanded]
     if kept_out:
         waits.append(
@@ -183,6 +186,7 @@ def plan_pods(view: PoolView) -> PodPlan:
         delete=tuple(delete),
         draining=frozenset(d.pod.uid for d in surplus),
         waits=tuple(waits),
+        owed=owed,
     )
 
 

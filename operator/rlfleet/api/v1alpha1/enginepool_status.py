@@ -115,6 +115,22 @@ class CatchUpCount(Status):
     reason: ReasonText | None = Field(default=None, description="Why the latest attempt failed; absent if it did not.")
 
 
+class StartFailure(Status):
+    """Engines of one index that ended, or had to be replaced, one after the other before they ever served."""
+
+    index: Annotated[int, Field(ge=0, le=1_000_000)] = Field(description="Index of the engine in the pool.")
+    count: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        description="How many in a row. From the second on each successor waits longer, up to 5 minutes. Forgotten "
+        "once an engine of this index serves."
+    )
+    node: NodeName | None = Field(default=None, description="Node of the latest; absent if it was on none.")
+    on_node: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        description="How many of them, the latest included, were on that node in a row."
+    )
+    at: Time = Field(description="When the latest ended, by the apiserver's clock.")
+    pod_uid: Uid = Field(alias="podUID", description="UID of the latest one's pod, which is counted once.")
+
+
 class EnginePoolStatus(Status):
     """What the operator knows of a pool."""
 
@@ -142,6 +158,18 @@ class EnginePoolStatus(Status):
         max_length=MAX_COUNTED,
         description="Engine processes that CatchUp rounds were tried on, and how often. Written by rounds only.",
         json_schema_extra=ATOMIC,
+    )
+    start_failures: tuple[StartFailure, ...] = Field(
+        default=(),
+        max_length=MAX_LISTED_ENGINES,
+        description="Engines that fail before they serve, again and again; those with the most failures if there are "
+        "more than fit.",
+        json_schema_extra=ATOMIC,
+    )
+    pods_refused_since: Time | None = Field(
+        default=None,
+        description="Since when not all missing pods could be made; absent: all could. It is tried again after pauses "
+        "as long as that has lasted, up to a minute, and at once when the spec changes.",
     )
     template_hash: Annotated[str, Field(max_length=64)] | None = Field(
         default=None, description="Hash of the pod template that new pods are made from."
