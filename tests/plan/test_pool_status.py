@@ -15,6 +15,7 @@ from rlfleet.plan.lifecycle import Derived, derive
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.pool_observed import Observed, Problem
 from rlfleet.plan.pool_status import build_status, ranges
+from rlfleet.plan.start_failures import StartFailure
 from tests.plan.pool_kit import COMMITTED, OLD_DIGEST, fact, gate
 
 S = EngineState
@@ -274,3 +275,21 @@ def test_engines_that_serve_without_a_record_are_open_and_not_ready() -> None:
     closed = status(lost(0, paused=True), committed=None)
     assert condition(closed, "AdmissionOpen") == ("False", "EnginesClosed")
     assert condition(closed, "Ready") == ("False", "NothingCommitted")
+
+
+def test_what_keeps_failing_before_it_serves_is_named_with_its_node() -> None:
+    failing = {0: StartFailure(4, "n1", 3, 1_000, "u"), 1: StartFailure(1, "n2", 1, 1_000, "v")}
+    found = status(row(0), replicas=2, failures=failing, refused_since=5_000)
+    assert condition(found, "Degraded") == ("True", "EnginesKeepFailing")
+    degraded = next(c for c in found["conditions"] if c["type"] == "Degraded")
+    assert "on node n1 3 engines in a row (index 0)" in degraded["message"]
+    assert [f["index"] for f in found["startFailures"]] == [0, 1]
+    assert found["podsRefusedSince"] == "1970-01-01T00:00:05Z"
+    EnginePoolStatus.model_validate(found)
+    many = {i: StartFailure(1 + i % 7, "", 1, 0, f"u{i}") for i in range(100)}
+    listed = status(row(0), failures=many)["startFailures"]
+    assert len(listed) == 64
+    assert min(f["count"] for f in listed) >= 3, "those that fail most"
+    well = status(row(0))
+    assert (well.get("startFailures"), well.get("podsRefusedSince")) == (None, None)
+    assert condition(well, "Degraded") == ("False", "AsExpected")
