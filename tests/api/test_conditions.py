@@ -9,15 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlfleet.api import conditions, wire
-from rlfleet.api.conditions import (
-    ConditionStatus,
-    PipelineCondition,
-    PoolCondition,
-    Reason,
-    RoundCondition,
-    find_condition,
-    set_condition,
-)
+from rlfleet.api.condition_list import MAX_MESSAGE, find_condition, set_condition
+from rlfleet.api.conditions import ConditionStatus, PipelineCondition, PoolCondition, Reason, RoundCondition
 
 ENUMS = (PipelineCondition, PoolCondition, RoundCondition, Reason)
 EARLIER, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:00:09Z"
@@ -94,11 +87,11 @@ def test_other_conditions_keep_their_place_and_the_input_is_not_changed() -> Non
 
 
 @given(st.text(max_size=3000))
-@example("x" * conditions.MAX_MESSAGE)
-@example("x" * (conditions.MAX_MESSAGE + 1))
+@example("x" * MAX_MESSAGE)
+@example("x" * (MAX_MESSAGE + 1))
 def test_messages_fit_the_schema_and_cutting_is_stable(message: str) -> None:
     once = set_ready([], message=message)
-    assert len(str(once[0]["message"])) <= conditions.MAX_MESSAGE
+    assert len(str(once[0]["message"])) <= MAX_MESSAGE
     assert str(once[0]["message"])[:1000] == message[:1000]
     assert set_ready(once, message=message, now=LATER) == once
 

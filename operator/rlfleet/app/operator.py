@@ -1,7 +1,6 @@
-"""The operator process: kopf as the shell, our queue and reconcilers inside.
+"""The operator process: kopf as the shell (app.shell), our queue and reconcilers inside.
 
 Invariants:
-- kopf delivers events of our kinds and runs start-up and clean-up; it stores nothing on objects and handles nothing;
 - nothing is reconciled and nothing is written before this process leads (kube.leader); until then it only keeps its
   views warm, so that a takeover starts at once;
 - at the end of a term mutations stop first, then the process ends; at SIGTERM the Lease is released when no mutation
@@ -13,20 +12,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import functools
-import itertools
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import kopf
 
 from rlfleet.api import labels
+from rlfleet.app import shell
 from rlfleet.app.discovery import Discovery
 from rlfleet.app.health import HealthServer, LoopStamp
 from rlfleet.app.kinds import ServedKinds
-from rlfleet.app.login import login
 from rlfleet.app.metrics import OperatorMetrics
 from rlfleet.app.settings import Settings
 from rlfleet.app.signing import SigningKeySource
@@ -54,14 +51,6 @@ log = logging.getLogger(__name__)
 #: Seconds for queued Events, and then for mutations under way to be answered, before the Lease is released.
 FLUSH_SECONDS = 0.5
 QUIET_SECONDS = 1.0
-
-
-class Backoffs:
-    """Pauses between kopf's retries, without end: an apiserver that is away for long, or one namespace that may not be
-    read any more, must not end the streams of all others (and with them the process)."""
-
-    def __iter__(self) -> Iterator[float]:
-        return itertools.chain((0.5, 1, 2, 3), itertools.repeat(5.0))
 
 
 class Operator:
@@ -117,8 +106,13 @@ class Operator:
         signals = asyncio.get_running_loop().create_task(self._take_signals(ready), name="signals")
         try:
             await kopf.operator(
-                registry=self._registry(),
-                settings=self._kopf_settings(),
+                registry=shell.registry(
+                    self._triggers,
+                    kubeconfig=self._settings.kubeconfig,
+                    start_up=self._start_up,
+                    clean_up=lambda: self._end("kopf ends"),
+                ),
+                settings=shell.settings(named_namespaces=bool(self._settings.watch_namespaces)),
                 # kopf would ask for the user's name, which the user of a container need not have.
                 identity=cast(Any, self._control.identity),
                 standalone=True,
@@ -148,59 +142,6 @@ class Operator:
             self._ending = asyncio.get_running_loop().create_task(self._shut_down(), name="stop")
             self._ending.add_done_callback(lambda _: self._stop.set())
         return asyncio.shield(self._ending)
-
-    # ------------------------------------------------------------------------------------------ kopf
-
-    def _kopf_settings(self) -> kopf.OperatorSettings:
-        s = kopf.OperatorSettings()
-        s.peering.standalone = True
-        s.posting.enabled = False
-        s.watching.server_timeout = 300
-        s.watching.connect_timeout = 10
-        s.networking.request_timeout = 30
-        s.networking.error_backoffs = Backoffs()
-        s.queueing.exit_timeout = 2.0
-        # In namespaced mode nothing but the named namespaces is looked at: a Role in each of them is enough.
-        s.scanning.disabled = bool(self._settings.watch_namespaces)
-        return s
-
-    def _registry(self) -> kopf.OperatorRegistry:
-        registry = kopf.OperatorRegistry()
-
-        kopf.on.login(registry=registry)(functools.partial(login, kubeconfig=self._settings.kubeconfig))
-
-        @kopf.on.startup(registry=registry)
-        async def startup(**_: Any) -> None:
-            await self._start_up()
-
-        @kopf.on.cleanup(registry=registry)
-        async def cleanup(**_: Any) -> None:
-            await self._end("kopf ends")
-
-        @kopf.on.event(labels.GROUP, labels.VERSION, "enginepools", registry=registry)
-        async def pool(
-            *, type: str, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any
-        ) -> None:
-            self._triggers.deletion("enginepools", namespace or "", name, meta)
-            self._triggers.pool(namespace or "", name, None if type == "DELETED" else spec)
-
-        @kopf.on.event(labels.GROUP, labels.VERSION, "rlpipelines", registry=registry)
-        async def pipeline(
-            *, type: str, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any
-        ) -> None:
-            self._triggers.deletion("rlpipelines", namespace or "", name, meta)
-            self._triggers.pipeline(namespace or "", name, None if type == "DELETED" else spec)
-
-        @kopf.on.event(labels.GROUP, labels.VERSION, "syncrounds", registry=registry)
-        async def round_(*, namespace: str | None, name: str, spec: kopf.Spec, meta: kopf.Meta, **_: Any) -> None:
-            self._triggers.deletion("syncrounds", namespace or "", name, meta)
-            self._triggers.round(namespace or "", spec)
-
-        @kopf.on.event(labels.GROUP, labels.VERSION, "trainerdemands", registry=registry)
-        async def demand(*, namespace: str | None, name: str, **_: Any) -> None:
-            self._triggers.demand(namespace or "", name)
-
-        return registry
 
     # ------------------------------------------------------------------------------------------ our parts
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlfleet.api import labels, naming
 from rlfleet.api.checkpoint import INCARNATION
-from rlfleet.api.conditions import Reason, RoundCondition, find_condition
+from rlfleet.api.condition_list import find_condition
+from rlfleet.api.conditions import Reason, RoundCondition
 from rlfleet.api.v1alpha1 import RLPipeline, RoundPhase, SyncRound
 from rlfleet.client.errors import RoutingDegraded, SyncFailed, SyncRefused
 

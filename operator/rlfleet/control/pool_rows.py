@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlfleet.api.conditions import PipelineCondition, Reason, find_condition
+from rlfleet.api.condition_list import find_condition
+from rlfleet.api.conditions import PipelineCondition, Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
 from rlfleet.control import routers

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlfleet.api.conditions import ConditionStatus, ConditionType, Reason, set_condition
+from rlfleet.api.condition_list import set_condition
+from rlfleet.api.conditions import ConditionStatus, ConditionType, Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.kube.errors import Conflict, NotFound
 from rlfleet.kube.resources import Resource

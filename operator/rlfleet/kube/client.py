@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from .errors import (
 from .guard import Guard
 from .limiter import Priority, RateLimiter
 from .resources import EVENTS, OPENAPI, OPENAPI_PATH, PODS, Resource
-from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport, typed_error
+from .transport import CONNECT_SECONDS, JSON, ApiObserver, Transport
+from .watching import Obj, WatchEvent, events_of
 
-Obj = dict[str, Any]
+__all__ = ["KubeClient", "ListResult", "Obj", "WatchEvent"]
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -41,13 +43,6 @@ class ListResult(NamedTuple):
 
     items: list[Obj]
     resource_version: str
-
-
-class WatchEvent(NamedTuple):
-    """``type`` is ADDED, MODIFIED, DELETED or BOOKMARK (of which only metadata.resourceVersion means something)."""
-
-    type: str
-    object: Obj
 
 
 class KubeClient:
@@ -170,23 +165,14 @@ class KubeClient:
         }
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=inactivity_timeout)
         call = f"watch {res.plural}"
-        async with self._shared.request(
-            "watch", "GET", res, res.path(ns), params=params, priority=self._priority, limits=limits, call=call
-        ) as response:
-            buffer = bytearray()
-            try:
-                # Lines are cut here: the stream reader's own limit would refuse an object above 128 KiB.
-                async for chunk in response.content.iter_any():
-                    buffer += chunk
-                    while (end := buffer.find(b"\n")) >= 0:
-                        line = bytes(buffer[:end])
-                        del buffer[: end + 1]
-                        if line.strip():
-                            yield _event(line, call)
-            except TimeoutError as e:
-                raise Unavailable(f"silent for {inactivity_timeout:g} s", call=call) from e
-            except aiohttp.ClientError as e:
-                raise Unavailable(f"stream broke: {e!r}", call=call) from e
+        async with (
+            self._shared.request(
+                "watch", "GET", res, res.path(ns), params=params, priority=self._priority, limits=limits, call=call
+            ) as response,
+            aclosing(events_of(response, inactivity_timeout, call)) as events,
+        ):
+            async for event in events:
+                yield event
 
     # ------------------------------------------------------------------------------------------ writes
 
@@ -378,14 +364,3 @@ def _precondition(resource_version: str) -> Obj:
     if not resource_version:
         raise ValueError("a fenced write needs the resourceVersion it was decided on")
     return {"resourceVersion": resource_version}
-
-
-def _event(line: bytes, call: str) -> WatchEvent:
-    try:
-        data = json.loads(line)
-        kind, obj = data["type"], data["object"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise Unavailable(f"unreadable watch event: {e!r}", call=call) from e
-    if kind == "ERROR":
-        raise typed_error(int(obj.get("code") or 500), obj, call, write=False, retry_after=1.0)
-    return WatchEvent(kind, obj)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason, set_condition
+from rlfleet.api.condition_list import set_condition
+from rlfleet.api.conditions import ConditionStatus, PipelineCondition, Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, SenderStatus
 from rlfleet.plan.asleep import is_offloaded
 from rlfleet.plan.checkpoint import is_shelf

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import Reason, set_condition
+from rlfleet.api.condition_list import set_condition
+from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.v1alpha1.enginepool_status import EngineState

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlfleet.api import labels
-from rlfleet.api.conditions import ConditionStatus, PoolCondition, find_condition
+from rlfleet.api.condition_list import find_condition
+from rlfleet.api.conditions import ConditionStatus, PoolCondition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.plan.catchup import needs
 from rlfleet.plan.quarantine import quarantine_of

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlfleet import logkeys
 from rlfleet.api import wire
-from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.condition_list import set_condition
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition
 from rlfleet.api.timestamps import epoch_ms, rfc3339
 from rlfleet.control.peers import Caller
 from rlfleet.control.rounds.barrier import take_over_round

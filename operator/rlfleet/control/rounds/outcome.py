@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition, set_condition
+from rlfleet.api.condition_list import set_condition
+from rlfleet.api.conditions import ConditionStatus, Reason, RoundCondition
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.plan.verdicts import Verdict
 
