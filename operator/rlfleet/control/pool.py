@@ -190,7 +190,8 @@ class PoolReconciler:
             memory.note_made()
         elif plan.create and memory.create_pause(int(pool["metadata"]["generation"]), now):
             problems += memory.refused
-            plan = plan_pods(replace(view, may_create=False))
+            view = replace(view, may_create=False)
+            plan = plan_pods(view)
         if plan.create:
             broken = await self._broken(pool, pipeline)
             missing = () if broken or pipeline is None else await missing_claims(ctx, pool, pipeline)
