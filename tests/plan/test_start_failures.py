@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfleet.plan.start_failures import PAUSE_MAX_SECONDS, SLACK_MS, StartFailure, failed, failures_of, keep_failing
+from rlfleet.plan.start_failures import PAUSE_MAX_SECONDS, SLACK_MS, StartFailure, failures_of, keep_failing, one_more
 
 
 def many(*nodes: str, at_ms: int = 0) -> StartFailure:
     """One engine after the other fails on these nodes."""
     found = None
     for i, node in enumerate(nodes):
-        found = failed(found, node=node, pod_uid=f"u{i}", now_ms=at_ms)
+        found = one_more(found, node=node, pod_uid=f"u{i}", now_ms=at_ms)
     assert found is not None
     return found
 
@@ -25,8 +25,8 @@ def test_the_first_successor_comes_at_once_and_later_ones_wait_longer() -> None:
 
 
 def test_the_same_pod_counts_once() -> None:
-    one = failed(None, node="n", pod_uid="u", now_ms=1_000)
-    assert failed(one, node="n", pod_uid="u", now_ms=9_000) == one
+    one = one_more(None, node="n", pod_uid="u", now_ms=1_000)
+    assert one_more(one, node="n", pod_uid="u", now_ms=9_000) == one
 
 
 @given(st.integers(1, 30), st.integers(0, 10**6), st.sampled_from(["", "n1"]))

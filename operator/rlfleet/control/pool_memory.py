@@ -17,11 +17,11 @@ from rlfleet.api.wire import GateStatus
 from rlfleet.control.silence import Silence
 from rlfleet.plan.lifecycle import PodFact
 from rlfleet.plan.pool_observed import Problem
-from rlfleet.plan.start_failures import StartFailure, failed, failures_of
+from rlfleet.plan.start_failures import StartFailure, failures_of, one_more
 
 #: Seconds before creating pods is tried again: as long as it has been refused, within these.
 CREATE_PAUSE, CREATE_PAUSE_MAX = 0.5, 60.0
-#: States that status shows of engines that have served.
+#: States that status shows of engines that have served, or may have.
 _SERVED = frozenset({EngineState.ACTIVE.value, EngineState.OFFLOADED.value})
 #: What an engine is shown as while its gate has not answered this process yet, whatever it was before.
 _UNHEARD = frozenset({EngineState.PENDING, EngineState.BOOTING})
@@ -189,7 +189,7 @@ class PoolMemory:
             self.failures.pop(fact.index, None)
             return
         old = self.failures.get(fact.index)
-        self.failures[fact.index] = failed(old, node=fact.node, pod_uid=fact.uid, now_ms=now_ms)
+        self.failures[fact.index] = one_more(old, node=fact.node, pod_uid=fact.uid, now_ms=now_ms)
 
     def _replaced(self, fact: PodFact, now_ms: int) -> None:
         """Somebody else than the pool takes it away. Only what was not proven to be whole is a failure of its start: a

@@ -68,7 +68,7 @@ def failures_of(status: Mapping[str, Any]) -> dict[int, StartFailure]:
     }
 
 
-def failed(old: StartFailure | None, *, node: str, pod_uid: str, now_ms: int) -> StartFailure:
+def one_more(old: StartFailure | None, *, node: str, pod_uid: str, now_ms: int) -> StartFailure:
     """One more engine of the index has ended before it served. The same pod counts once."""
     if old is None:
         return StartFailure(1, node, 1, now_ms, pod_uid)
