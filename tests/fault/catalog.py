@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from e2e.cluster.hollow.control import HollowError
 from e2e.scenarios.kit import TERMINAL, wait_until
+from tests.fault.lives import Evicted, Granted, Quarantine, Restarted
 from tests.fault.proxy import Fault, Rule
 from tests.fault.scenarios import DISK, LIMIT, Arm, Round, Scenario, State, everybody_serves, plain_round
 from tests.fault.ways import Blocks, Checkpoints, Ports, Stream
@@ -294,4 +295,8 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     Checkpoints,
     Ports,
     Blocks,
+    Quarantine,
+    Evicted,
+    Restarted,
+    Granted,
 )

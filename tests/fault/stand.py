@@ -7,6 +7,7 @@ versions of one fleet, not new fleets.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -19,7 +20,10 @@ from typing import Any, Self
 
 from e2e.cluster.local import ClusterError, LocalCluster
 from e2e.scenarios.kit import Fleet, Operator, wait_until
+from e2e.scenarios.test_adopt import example
+from rlfleet.api import labels
 from rlfleet.api.checkpoint import INCARNATION
+from rlfleet.plan.adopt import selector_of
 from rlfleet.sender import checkpoint
 from tests.fault.calls import Journal
 from tests.fault.history import Recorder
@@ -98,6 +102,8 @@ class Stand:
     keep: bool = True
     base: bool = True
     routed: bool = False
+    #: Its pods are made by hand and adopted, so their engines restart in place.
+    adopted: bool = False
     #: No trainer: versions are written as checkpoints to a folder that the engines mount.
     checkpoints: bool = False
     pipeline: dict[str, Any] = field(default_factory=dict)
@@ -201,7 +207,7 @@ class Stand:
             fleet.pool(self.engines, backend=self.backend, checkpoints=self.folder / "checkpoints", **self.pool)
             fleet.incarnation = INCARNATION
         else:
-            fleet.pool(self.engines, backend=self.backend, **self.pool)
+            self.adopt() if self.adopted else fleet.pool(self.engines, backend=self.backend, **self.pool)
             self.make_trainer()
         self.pods = fleet.ready_engines(self.engines, 300)
         done = fleet.ended(self.order_next()) if self.checkpoints else fleet.sync(-1, seed=100)
@@ -213,6 +219,21 @@ class Stand:
         weights = {"weights": {"checkpoint": {"pathTemplate": CHECKPOINTS}}} if self.checkpoints else {}
         base = {"sync": {"deadlines": DEADLINES}, "historyLimit": 3, **weights}
         self.fleet.pipeline(**{**base, **self.pipeline, **changes})
+
+    def adopt(self) -> None:
+        """A pool that adopts pods of the guide's template, which bear an engine's labels for those who look at them."""
+        workload, pool = example()
+        self.fleet.apply("EnginePool", "e", pool["spec"])
+        keys = wait_until(lambda: self.fleet.status("rlpipeline", "p").get("publicKeys"), "the operator's public keys")
+        spec = workload["spec"]["template"]["spec"] | {"restartPolicy": "Always", "terminationGracePeriodSeconds": 1}
+        for variable in spec["initContainers"][0]["env"]:
+            if variable["name"] == "RLFLEET_PUBLIC_KEYS":
+                del variable["valueFrom"]
+                variable["value"] = json.dumps({k["kid"]: k["key"] for k in keys})
+        for index in range(self.engines):
+            marks = {labels.PIPELINE: "p", labels.POOL: "e", labels.ENGINE_INDEX: str(index)}
+            meta = {"name": f"e-{index}", "namespace": self.namespace, "labels": marks | selector_of(pool)}
+            self.cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
 
     def order_next(self, **how: Any) -> str:
         """Have the trainer make the next version, and order its round; the round's name. ``how``: see the publisher."""
