@@ -57,7 +57,7 @@ class Quarantine(Scenario):
 
 
 class Evicted(Round):
-    """One engine of three is evicted while it loads, and none may be missing: it is dropped, its successor catches up."""
+    """One engine of three is evicted while it loads, and none may be missing: it is dropped, another one comes."""
 
     name = "eviction"
     stand_options: ClassVar[State] = {
