@@ -130,6 +130,12 @@ class Restarted(Round):
     def over(self) -> bool:
         return self.crashed and self.process() not in ("", self.before) and super().over() and self.is_current()
 
+    def end_state(self) -> State:
+        found = super().end_state()
+        # Whether the round ends before or after the kubelet has told of the other process is nobody's to say.
+        members = ["Lost" if result == "Unknown" else result for result in found["members"]]
+        return found | {"members": sorted(members)}
+
     def is_current(self) -> bool:
         """The pool knows the engines by what they hold now, not by what they held before the restart."""
         committed = (self.fleet.status("rlpipeline", "p").get("committed") or {}).get("version")

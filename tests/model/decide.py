@@ -279,9 +279,10 @@ def can_load(view: View, member: int, verdict: judging.Verdict, work: int, conte
 
 
 @cached
-def elastic(views: Views) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Who goes to sleep next, and who wakes."""
-    found = sleeping.plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True)
+def elastic(views: Views, behind: tuple[int, ...] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Who goes to sleep next, and who wakes; ``behind``: see ``behind``."""
+    told = [f"e{i}" for i in behind]
+    found = sleeping.plan_elastic(list(engines(views).values()), pipeline=PIPELINE, cache_ready=True, behind=told)
     return numbers(found.shrink), numbers(found.wake)
 
 
@@ -325,7 +326,7 @@ def resting(views: Views, shared: tuple[int, ...], grants: tuple[tuple[int, int]
 
 @cached
 def grants(
-    views: Views, shared: tuple[int, ...], before: tuple[tuple[int, int], ...], step: int
+    views: Views, shared: tuple[int, ...], before: tuple[tuple[int, int], ...], step: int, generation: int
 ) -> tuple[tuple[int, int], ...]:
     """What becomes of the trainer's demand (``step`` 0: there is none), by what gates said of engines and devices."""
     used = [v.status[10] != RELEASED for i, v in enumerate(views) if i in shared and v.status and not v.gone]
@@ -337,8 +338,18 @@ def grants(
         limits={_DEVICE: LIMIT},
         default_limit=LIMIT,
         memory={_DEVICE: memory_gate.Reading(LIMIT + 1 if any(used) else 0)} if used else {},
+        generation=generation,
     )
     return tuple((g.demand.step, int(g.granted)) for g in found)
+
+
+@cached
+def behind(
+    views: Views, shared: tuple[int, ...], grants: tuple[tuple[int, int], ...], generation: int
+) -> tuple[int, ...]:
+    """Sleepers that the trainer waits for until they refuse what was ordered before."""
+    found = memory_gate.to_fence(_recorded(grants), _placed(views, shared), generation=generation)
+    return numbers(found)
 
 
 @cached

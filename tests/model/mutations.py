@@ -19,7 +19,7 @@ from rlfleet.plan import adopt, attempts, claims, elastic, freeze, memory_gate, 
 from rlfleet.plan.verdicts import Agreement, Reopening, Verdict
 from tests.model import effects, moving, program
 from tests.model.hand import POLL
-from tests.model.scopes import CLOSED, JOINER, SHARED, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
+from tests.model.scopes import ASLEEP, CLOSED, JOINER, SHARED, SLEEPER, STRANGE, TWO_ROUNDS, WEDGED, budget, third
 from tests.model.state import OPEN, Column, Scope
 
 
@@ -294,6 +294,18 @@ GUARDS = (
         _scope(2, {"bad": 1, "demand": 1}, columns=third(SHARED), bad_loads=("failed",), versions=TWO_ROUNDS),
         (Patch(verdicts, "could_serve", _always(())),),
         "committed while",
+    ),
+    Mutation(
+        "a wake without a good end is fenced off",
+        _scope(3, {"demand": 2, "delay": 1}, later=True, columns=(Column(), ASLEEP), grants=((1, 1),)),
+        (Patch(program, "FENCES_WAKES", _always(False)),),
+        "is woken while",
+    ),
+    Mutation(
+        "the memory gate waits until a sleeper refuses what was ordered before",
+        _scope(4, {"demand": 2, "delay": 1, "lost": 1}, later=True, columns=(Column(), ASLEEP), grants=((1, 1),)),
+        (Patch(memory_gate, "is_behind", _always(False)),),
+        "is woken while",
     ),
     Mutation(
         "what a gate says is about the process that its kubelet tells of",

@@ -55,6 +55,11 @@ def PAUSED_BEFORE_RELEASE() -> bool:
     return True
 
 
+def FENCES_WAKES() -> bool:
+    """A slot in which a wake has no good end is freed under a higher generation."""
+    return True
+
+
 def GIVES_WAY() -> bool:
     """Work outside rounds makes room for a Refresh that could run, up to its first call that can not be taken back."""
     return True
@@ -162,8 +167,9 @@ class Run(Moving):
 
     def after_heard(self) -> None:
         """The trainer's demand is recorded in the middle of a round, too (``control.demand.hear_demands``)."""
-        rows = decide.grants(self.views, self.shared, self.op.seen.grants, self.world.demand)
-        if rows != self.op.seen.grants:
+        seen = self.op.seen
+        rows = decide.grants(self.views, self.shared, seen.grants, self.world.demand, seen.fence)
+        if rows != seen.grants:
             self.set(pc="wg", arg=(rows, "heard"))
         else:
             self.look("holding")
@@ -325,11 +331,12 @@ class Run(Moving):
         seen = self.op.seen
         mend = self.scope.mends and decide.needs(self.views, seen.committed)
         if not mend and self.scope.demands:
-            rows = decide.grants(self.views, self.shared, seen.grants, self.world.demand)
+            rows = decide.grants(self.views, self.shared, seen.grants, self.world.demand, seen.fence)
             if rows != seen.grants:
                 self.set(pc="wg", arg=(rows, ""))
                 return
-        shrink, wake = decide.elastic(self.views)
+        behind = decide.behind(self.views, self.shared, seen.grants, seen.fence) if self.scope.demands else ()
+        shrink, wake = decide.elastic(self.views, behind)
         if mend or decide.shut(self.views) or shrink or wake:
             kind = "Mend" if mend else "Quarantine" if decide.shut(self.views) else "Offload" if shrink else "Wake"
             self.set(pc="claim", work=ELASTIC, round=Round(), round_fresh=0, arg=(kind, 0), takeover=0, barrier=())
@@ -340,7 +347,9 @@ class Run(Moving):
         """Behind the barrier: who is still to be moved, as the gates answered under our generation."""
         shrink, wake = decide.elastic(self.views)
         kind = self.op.seen.active[0]
-        if kind in ("Offload", "Quarantine"):
+        if kind == "Over":
+            self.set(pc="wp", arg=("free",))
+        elif kind in ("Offload", "Quarantine"):
             out = shrink if kind == "Offload" else decide.shut(self.views)
             self.fan("sleepers_closed", dict.fromkeys(out, CLOSE), again=1)
         else:
@@ -376,4 +385,7 @@ class Run(Moving):
         self.set(pc="wp", arg=("free",))
 
     def after_woken(self) -> None:
-        self.set(pc="wp", arg=("free",))
+        if any(self.result(i) & NOT_OK for i in range(len(self.columns))) and FENCES_WAKES():
+            self.set(pc="claim", arg=("Over", 0), takeover=0, barrier=())
+        else:
+            self.set(pc="wp", arg=("free",))

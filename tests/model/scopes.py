@@ -67,6 +67,13 @@ SCOPES = (
     Scope("a quarantine in a round", budget(2, shut=1, crash=1, cancel=1), engines=2),
     Scope("a trainer's demand", budget(3, demand=2, crash=1), later=True, columns=(Column(), SHARED)),
     Scope(
+        "a wake that comes late",
+        budget(3, demand=2, delay=1),
+        later=True,
+        columns=(Column(), ASLEEP),
+        grants=((1, 1),),
+    ),
+    Scope(
         "a demand while holding",
         budget(3, bad=1, demand=1, crash=1),
         columns=(Column(), SHARED),
@@ -142,6 +149,13 @@ LARGE = (
         columns=(Column(), SHARED),
     ),
     Scope(
+        "large: a wake that comes late",
+        budget(4, demand=2, delay=1, lost=1, crash=1),
+        later=True,
+        columns=(Column(), ASLEEP),
+        grants=((1, 1),),
+    ),
+    Scope(
         "large: a demand while holding",
         budget(4, bad=1, demand=2, crash=1, lost=1),
         versions=TWO_ROUNDS,
@@ -160,6 +174,13 @@ ENDING = (
     Scope("an engine is evicted", budget(1, evict=1, crash=1), engines=2),
     Scope("a quarantine", budget(2, shut=2, crash=1), engines=2, later=True),
     Scope("a trainer's demand", budget(2, demand=1, crash=1), later=True, columns=(Column(), SHARED)),
+    Scope(
+        "a wake that comes late",
+        budget(3, demand=2, delay=1),
+        later=True,
+        columns=(Column(), ASLEEP),
+        grants=((1, 1),),
+    ),
     Scope(
         "a demand while holding",
         budget(2, bad=1, demand=1),

@@ -22,7 +22,7 @@ HERE, RELEASING, RELEASED, WAKING = range(4)
 #: The number of work outside rounds: it puts engines to sleep, wakes, shuts or mends them.
 ELASTIC = 7
 #: The kinds of that work.
-OUTSIDE = ("Offload", "Wake", "Quarantine", "Mend")
+OUTSIDE = ("Offload", "Wake", "Over", "Quarantine", "Mend")
 #: Beside the pod's number in an identity: that of the process that the gate's record is about.
 PROCESS = 100
 #: States of a record in the log.

@@ -192,11 +192,15 @@ def test_shrinks_are_done_before_anybody_wakes() -> None:
     assert found.waits is not None
     assert found.waits[0] is Reason.OFFLOADING
     assert "a-2" in found.waits[1]
+    # A sleeper that must be told of a higher generation is moved, too: by the claim alone.
+    quiet = [replace(asleep(0), resting=True), asleep(2)]
+    assert plan_elastic(quiet, pipeline="p", cache_ready=True).wake == ("a-2",)
+    assert plan_elastic(quiet, pipeline="p", cache_ready=True, behind={"a-0"}).shrink == ("a-0",)
     # One that can not be moved now keeps the others asleep, too.
     busy = replace(awake(0, gate={"in_flight": "x"}), resting=True)
     assert plan_elastic([busy, *both[1:]], pipeline="p", cache_ready=True).wake == ()
-    quiet = replace(silent(0), resting=True)
-    found = plan_elastic([quiet, *both[1:]], pipeline="p", cache_ready=True)
+    mute = replace(silent(0), resting=True)
+    found = plan_elastic([mute, *both[1:]], pipeline="p", cache_ready=True)
     assert (found.shrink, found.wake) == ((), ())
     # A pod of which nothing ever ran holds nothing.
     unborn = replace(silent(0), resting=True, unborn=True)

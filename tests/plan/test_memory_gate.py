@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
 from rlfleet.api.v1alpha1.rlpipeline_status import Grant as GrantModel
 from rlfleet.plan.demand import MAX_MESSAGE, Demand, Grant, grants_of, held_devices, while_held
 from rlfleet.plan.elastic import GIB, keeps_devices
-from rlfleet.plan.memory_gate import decide_grants, readings
+from rlfleet.plan.memory_gate import decide_grants, readings, to_fence
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
 from tests.plan.elastic_kit import NODE, asleep, awake, devices, silent
@@ -37,6 +38,7 @@ def decide(engines: list[Engine], *demands: Demand, before: tuple[Grant, ...] = 
         default_limit=13 * GIB,
         memory=readings([*reports, *how.pop("reports", ())]),
         keepers=how.pop("keepers", frozenset()),
+        generation=how.pop("generation", 0),
     )
 
 
@@ -67,6 +69,20 @@ def test_each_thing_that_keeps_it_shut(engines: list[Engine], reason: Reason, na
     assert grant.reason is reason, grant
     assert grant.granted == (reason is Reason.GRANTED)
     assert named in grant.message
+
+
+def test_a_sleeper_that_would_still_obey_a_wake_keeps_it_shut_until_it_is_told_of_a_higher_generation() -> None:
+    here, other = asleep(0, gate={"fence": 6}), asleep(1, gate={"fence": 6})
+    (grant,) = decide([here, other], generation=7)
+    assert (grant.granted, grant.reason) == (False, Reason.ENGINES_AWAKE)
+    assert grant.message.startswith("a-0 are asleep, but must refuse a wake")
+    assert to_fence([grant], [here, other], generation=7) == {"a-0"}, "the other lies on no device that is waited for"
+    assert decide([here], generation=6)[0].granted
+    # What is granted stays so, and nobody is told anything for it.
+    before = decide([here], generation=6)
+    assert decide([here], before=before, generation=7) == before
+    assert to_fence(before, [here], generation=7) == frozenset()
+    assert to_fence([grant], [replace(here, gone=True)], generation=7) == frozenset()
 
 
 def test_of_two_readers_the_higher_figure_counts() -> None:

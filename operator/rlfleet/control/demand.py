@@ -94,6 +94,7 @@ def answer(says: TrainerSays, ledger: Ledger, fleet: Fleet, sender: SenderLink) 
         default_limit=min((c.residual_bytes for c in ceilings.values()), default=int(DEFAULT_RESIDUAL_GIB * GIB)),
         memory=readings(reports),
         keepers=frozenset(n for n, p in pools.items() if keeps_devices(p)),
+        generation=int(ledger.status.get("fence") or 0),
     )
 
 

@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,10 +219,20 @@ def idle_and_ours(e: Engine, pipeline: str) -> bool:
     )
 
 
-def plan_elastic(engines: Sequence[Engine], *, pipeline: str, cache_ready: bool) -> ElasticPlan:
-    """What sleeps or wakes next, from engines as observed (``resting`` as ``wish`` has it)."""
+def plan_elastic(
+    engines: Sequence[Engine], *, pipeline: str, cache_ready: bool, behind: Collection[str] = ()
+) -> ElasticPlan:
+    """What sleeps or wakes next, from engines as observed (``resting`` as ``wish`` has it).
+
+    ``behind``: names of sleepers for whom a claim is made, too, that they refuse an order of the one before
+    (plan.memory_gate.to_fence).
+    """
     present = sorted((e for e in engines if _present(e)), key=lambda e: (e.pool, e.index, e.name))
-    shrinking = [e for e in present if e.resting and not is_offloaded(e.status) and not (e.unborn and e.status is None)]
+    shrinking = [
+        e
+        for e in present
+        if e.resting and (not is_offloaded(e.status) or e.name in behind) and not (e.unborn and e.status is None)
+    ]
     unable = [e for e in shrinking if e.status is not None and not _can_offload(e)]
     trouble = None
     if unable:

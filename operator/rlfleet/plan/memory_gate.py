@@ -1,7 +1,8 @@
 """The gate before a train step on devices that engines use too (DESIGN section 6, [coordinator] 1.8).
 
 Invariants:
-- it opens only on proof: every engine that lies on a demanded device is Offloaded (its gate says so now) or gone, and
+- it opens only on proof: every engine that lies on a demanded device is Offloaded (its gate says so now, and refuses a
+  wake of whoever was at work before, which may still be on its way) or gone, and
   memory in use on the whole device was read and is within the limit. An engine whose devices are not known may lie on
   any of them, and memory that nobody can read is not free: both keep it shut;
 - a refusal names what stands in the way: engines, devices, and processes of others where the driver tells them;
@@ -54,11 +55,13 @@ def decide_grants(
     default_limit: int,
     memory: Mapping[Device, Reading],
     keepers: frozenset[str] = frozenset(),
+    generation: int = 0,
 ) -> tuple[Grant, ...]:
     """The grants of these demands now, in the order in which they are served.
 
     ``shared``: devices that placement gives to engines beside those on which engines are seen. ``limits``: bytes that
-    may be in use on a device. ``keepers``: pools whose engines give no device up for a demand. A demand that nobody has
+    may be in use on a device. ``keepers``: pools whose engines give no device up for a demand. ``generation``: the
+    pipeline's fence, which gates of sleepers must have stored; 0: nothing was ever claimed. A demand that nobody has
     any more leaves no grant: that is how devices are given back.
     """
     standing = {g.demand: g for g in before if g.granted}
@@ -79,6 +82,7 @@ def decide_grants(
             default_limit=default_limit,
             memory=memory,
             keepers=keepers,
+            generation=generation,
         )
         if grant.granted:
             taken |= dict.fromkeys(demand.devices, demand.cluster)
@@ -103,6 +107,7 @@ def check(
     default_limit: int,
     memory: Mapping[Device, Reading],
     keepers: frozenset[str] = frozenset(),
+    generation: int = 0,
 ) -> Grant:
     """The memory gate for one demand: granted, or the first thing that stands in its way."""
     if not demand.devices:
@@ -124,6 +129,10 @@ def check(
         return Grant(demand, False, Reason.UNSUPPORTED, what)
     if awake:
         return Grant(demand, False, Reason.ENGINES_AWAKE, f"{_some(awake)} must be Offloaded or gone first")
+    behind = sorted(e.name for e in there if is_behind(e, generation))
+    if behind:
+        what = f"{_some(behind)} are asleep, but must refuse a wake that may still be on its way to them first"
+        return Grant(demand, False, Reason.ENGINES_AWAKE, what)
     # A device that no engine uses is the trainer's alone: what lies in its memory is the trainer's business.
     concerned = sorted(demand.devices & (shared | {d for e in there for d in e.devices or ()}))
     blind = [d for d in concerned if d not in memory]
@@ -136,6 +145,17 @@ def check(
         if reading.used_bytes > limit:
             return Grant(demand, False, Reason.RESIDUAL_MEMORY_HIGH, too_much(device, reading, limit))
     return Grant(demand, True, Reason.GRANTED)
+
+
+def is_behind(e: Engine, generation: int) -> bool:
+    """It sleeps, but its gate has not stored this generation, so it would still obey an order of the one before."""
+    return not e.gone and is_offloaded(e.status) and e.status is not None and e.status.fence.generation < generation
+
+
+def to_fence(grants: Iterable[Grant], engines: Iterable[Engine], *, generation: int) -> frozenset[str]:
+    """Names of sleepers that keep a demand waiting until they are told of ``generation``: a claim tells every gate."""
+    waiting = frozenset(d for g in grants if not g.granted for d in g.demand.devices)
+    return frozenset(e.name for e in engines if (e.devices or frozenset()) & waiting and is_behind(e, generation))
 
 
 def too_much(device: Device, reading: Reading, limit: int) -> str:

@@ -17,6 +17,7 @@ from rlfleet.control.pipeline_view import PipelineView
 from rlfleet.control.rounds.ledger import Ledger
 from rlfleet.plan.demand import held_devices, progress_row
 from rlfleet.plan.elastic import plan_elastic, unmoved
+from rlfleet.plan.memory_gate import to_fence
 from rlfleet.plan.quarantine import plan_quarantine, to_close, why_shut
 from rlfleet.plan.rounds import has_weights
 
@@ -58,7 +59,9 @@ async def step(ctx: Context, ledger: Ledger, view: PipelineView, preempted: Pree
         return Step(acted=True)
     cache_ready = has_weights(view.sender.status)
     engines = fleet.engines
-    plan = plan_elastic(list(engines.values()), pipeline=ledger.uid, cache_ready=cache_ready)
+    generation = int(ledger.status.get("fence") or 0)
+    behind = to_fence(view.grants, engines.values(), generation=generation)
+    plan = plan_elastic(list(engines.values()), pipeline=ledger.uid, cache_ready=cache_ready, behind=behind)
     shut = plan_quarantine(engines.values(), pipeline=ledger.uid)
     open_ones = {n: e for n, e in engines.items() if not e.gone and (unmoved(e) or to_close(e))}
     ctx.elastic.keep_only(ledger.uid, {e.pod_uid for e in open_ones.values()})

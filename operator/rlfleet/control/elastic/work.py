@@ -6,7 +6,8 @@ Invariants (DESIGN sections 5 and 7):
   first call that can not be taken back: aborting requests, or taking memory;
 - an engine releases memory only after it has left the routers (read back), has no request left, and is paused;
 - what is asleep or awake afterwards is read from the gates, never from an answer; an engine that did not get there
-  stays closed, is named with why, and is tried again;
+  stays closed, is named with why, and is tried again. Where a wake has no good end the slot is freed under a higher
+  fence than that of the wake, so that the memory gate knows who may still obey it;
 - nothing of the work is recorded but the claim: whoever takes it over applies the resume rule to all engines (engines
   that are to sleep are not resumed by it) and frees the slot, and the next look begins anew.
 """
@@ -93,6 +94,10 @@ class ElasticWork:
                     self._note(name, Reason.WAKE_FAILED, "Wake", results.get(name))
                 else:
                     self._ctx.elastic.done(engine.pod_uid)
+            if not all(ok(results.get(n)) for n in names):
+                # What is still on its way must find a higher generation: it would wake an engine behind the back of a
+                # trainer that is granted its device next.
+                await self._claim(OperationKind.WAKE, (), working)
         await self._free(OperationKind.WAKE, waits)
 
     async def shut(self, names: Iterable[str], *, working: Problem, preempted: Preempted) -> None:
