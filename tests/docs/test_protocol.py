@@ -1,4 +1,7 @@
-"""docs/protocol.md says which test checks each invariant; those tests exist, and no invariant is left out."""
+"""docs/protocol.md says which test checks each invariant; those tests exist, and no invariant is left out.
+
+So do the explorer's scopes and the sweeps that it names for what befalls engines.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import re
 from pathlib import Path
 
 from tests.fault import invariants
+from tests.fault.catalog import SCENARIOS
+from tests.model.scopes import SCOPES
 
 ROOT = Path(__file__).resolve().parents[2]
 _TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
@@ -45,3 +50,15 @@ def test_whatever_recorded_histories_are_judged_by_is_on_the_page() -> None:
     judged = set(re.findall(r"^\| (I\d+) \|", str(invariants.__doc__), re.MULTILINE))
     assert judged
     assert {i for row in rows() for i in _RECORDED.findall(row)} == judged
+
+
+def test_what_befalls_engines_is_explored_and_swept() -> None:
+    page = (ROOT / "docs/protocol.md").read_text()
+    part = page.split("## What befalls engines beside rounds, and what explores it\n")[1].split("\n## ")[0]
+    found = [[cell.strip() for cell in line.split("|")[2:5]] for line in part.splitlines() if line.startswith("| ")][1:]
+    assert len(found) >= 6
+    for scopes, sweep, test in found:
+        assert {s.strip() for s in scopes.split(";")} <= {s.name for s in SCOPES}
+        assert sweep.strip("`") in {s.name for s in SCENARIOS}
+        ((file, name),) = _TEST.findall(test)
+        assert name in defined_in(ROOT / file)
