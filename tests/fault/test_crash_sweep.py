@@ -12,6 +12,7 @@ import pytest
 
 from tests.fault.catalog import SCENARIOS, CatchUp, Takeover
 from tests.fault.conftest import MakeCrew
+from tests.fault.lives import Quarantine
 from tests.fault.scenarios import Round, Scenario
 from tests.fault.stand import Stand
 from tests.fault.sweep import KILLS, Outcome, Report, Sweep, Try, sample, swept
@@ -24,7 +25,7 @@ MOST_POINTS = int(os.environ.get("RLFLEET_FAULT_POINTS") or 10**6)
 #: `make fault POINT=text` tries those whose name contains the text.
 ONLY = os.environ.get("RLFLEET_FAULT_POINT") or ""
 #: How many of the points are tried by default.
-SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3, Stream: 2, Blocks: 2}
+SAMPLES: dict[type[Scenario], int] = {Round: 12, Takeover: 3, CatchUp: 3, Stream: 2, Blocks: 2, Quarantine: 2}
 
 
 def check(outcomes: list[Outcome], stand: Stand) -> None:
