@@ -97,6 +97,7 @@ class ElasticWork:
             if not all(ok(results.get(n)) for n in names):
                 # What is still on its way must find a higher generation: it would wake an engine behind the back of a
                 # trainer that is granted its device next.
+                await self._ledger.still_ours()
                 await self._claim(OperationKind.WAKE, (), working)
         await self._free(OperationKind.WAKE, waits)
 
