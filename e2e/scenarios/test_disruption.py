@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import ClusterError
-from e2e.scenarios.kit import Fleet, engine_url, http, wait_until
+from e2e.scenarios.kit import Fleet, Operator, engine_url, http, wait_until
 from e2e.scenarios.test_adopt import message
 from e2e.scenarios.test_rounds import serialized_fleet
 from rlfleet.plan.room import STARVED_MS
@@ -231,9 +231,12 @@ def test_a_budget_that_can_not_be_made_is_named_and_made_when_it_can(fleet: Flee
 
 
 @pytest.mark.slow
-def test_a_round_waits_for_an_update_that_had_no_time_for_long(fleet: Fleet) -> None:
-    """What keeps the update from its step is a budget here; it goes while the round makes room."""
-    fleet.pipeline(sync=STRICT)
+def test_a_round_waits_for_an_update_that_had_no_time_for_long(fleet: Fleet, operator: Operator) -> None:
+    """What keeps the update from its step is a budget here; it goes while the round makes room. Meanwhile repair goes
+    on, and an operator that dies has its successor wait for the rest, and no longer."""
+    deadlines = {**DEADLINES, "pendingSeconds": 1200}
+    # The gate of the pod that is made anew may be silent when the round is planned.
+    fleet.pipeline(sync={"deadlines": deadlines, "maxUnavailable": 1, "drainSeconds": 300})
     fleet.pool(2, updateStrategy={"type": "RollingUpdate", "maxUnavailable": 1})
     fleet.trainer()
     old = fleet.ready_engines(2)
@@ -257,9 +260,24 @@ def test_a_round_waits_for_an_update_that_had_no_time_for_long(fleet: Fleet) -> 
     wait_until(lambda: time.monotonic() - began > STARVED_MS / 1000 + 1, "it to starve", 120, every=1)
     fleet.publish(1)
     name = fleet.order(1)
-    wait_until(lambda: message(fleet.get("syncround", name), "Progressing")[0] == "Updating", "the round to wait")
+
+    def waits() -> bool:
+        assert fleet.phase(name) in ("", "Pending"), "the round did not wait"
+        return message(fleet.get("syncround", name), "Progressing")[0] == "Updating"
+
+    wait_until(waits, "the round to wait")
     assert "EnginePool e" in message(fleet.get("syncround", name), "Progressing")[1]
-    assert fleet.phase(name) == "Pending"
+    room = fleet.status("rlpipeline", "p")["updateRoom"]
+
+    def repaired() -> None:
+        http("POST", engine_url(old[0]) + "/pause_generation", {"mode": "retract"})
+        wait_until(lambda: waits() and not fleet.paused(old[0]), "the engine to be resumed while the round waits")
+
+    repaired()
+    operator.kill()
+    operator.start()
+    repaired()
+    assert fleet.status("rlpipeline", "p")["updateRoom"] == room, "the wait began anew"
     # Two budgets for one pod would make every eviction fail, as that of the pool is there, too.
     fleet.cluster.kubectl("delete", "pdb", "mine", "-n", fleet.namespace)
     done = fleet.ended(name)
@@ -267,3 +285,4 @@ def test_a_round_waits_for_an_update_that_had_no_time_for_long(fleet: Fleet) -> 
     # The round began when one of them was on its way out, or gave up waiting; in any case the update goes on.
     uids = {p["metadata"]["uid"] for p in old}
     wait_until(lambda: not uids & {p["metadata"]["uid"] for p in fleet.ready_engines(2)}, "both to be replaced", 240)
+    assert fleet.status("rlpipeline", "p")["updateRoom"] == room

@@ -88,6 +88,34 @@ def test_crashed_engine_is_replaced_under_a_new_identity(fleet: Fleet) -> None:
     assert "exit code 137" in failed[0]["note"]
 
 
+@pytest.mark.slow
+def test_engines_that_fail_again_and_again_are_named_whoever_leads(fleet: Fleet, operator: Operator) -> None:
+    fleet.pipeline()
+    fleet.pool(1)
+    nodes: list[str] = []
+    for count in (1, 2, 3):
+        pod = fleet.ready_engines(1)[0]
+        nodes.append(pod["spec"]["nodeName"])
+        fleet.cluster.hollow.crash(fleet.namespace, pod["metadata"]["name"], "engine")
+
+        def failed(wanted: int = count) -> dict[str, Any] | None:
+            rows = fleet.status("enginepool", "e").get("startFailures") or [{}]
+            return rows[0] if rows[0].get("count") == wanted else None
+
+        found = wait_until(failed, "it to be counted")
+        operator.kill()
+        operator.start()
+    assert (found["index"], found["node"]) == (0, nodes[-1])
+    wait_until(lambda: reason(fleet.get("enginepool", "e"), "Degraded") == "EnginesKeepFailing", "it to be said")
+    degraded = next(c for c in fleet.status("enginepool", "e")["conditions"] if c["type"] == "Degraded")
+    assert "3" in degraded["message"]
+    assert (f"on node {nodes[-1]}" in degraded["message"]) == (len(set(nodes)) == 1)
+    # Who serves is forgiven.
+    fleet.trainer()
+    assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
+    wait_until(lambda: "startFailures" not in fleet.status("enginepool", "e"), "it to be forgotten")
+
+
 def test_pod_that_somebody_deletes_is_replaced(fleet: Fleet) -> None:
     fleet.pipeline()
     fleet.pool(1)
@@ -145,7 +173,7 @@ def test_spec_that_cannot_become_pods_is_refused_by_field(fleet: Fleet) -> None:
     assert fleet.engines() == []
 
 
-def test_pod_that_the_apiserver_refuses_is_said_and_costs_few_calls(fleet: Fleet) -> None:
+def test_pod_that_the_apiserver_refuses_is_said_and_costs_few_calls(fleet: Fleet, operator: Operator) -> None:
     fleet.pipeline()
     mark = fleet.cluster.audit_mark()
     template = {"spec": {"containers": [{"name": "engine", "image": "x", "imagePullPolicy": "Sometimes"}]}}
@@ -157,6 +185,24 @@ def test_pod_that_the_apiserver_refuses_is_said_and_costs_few_calls(fleet: Fleet
         if e.namespace == fleet.namespace and (e.verb, e.resource) == ("create", "pods")
     ]
     assert 0 < len(tries) < 20, "one call at a time while nothing succeeds, not one per engine"
+    # Since when outlives the operator, and what is put right is tried at once.
+    since = fleet.status("enginepool", "e")["podsRefusedSince"]
+    operator.kill()
+    mark = fleet.cluster.audit_mark()
+    operator.start()
+
+    def tried() -> bool:
+        return any(
+            e.namespace == fleet.namespace and (e.verb, e.resource) == ("create", "pods")
+            for e in fleet.cluster.audit(mark)
+        )
+
+    wait_until(tried, "its successor to try")
+    status = fleet.status("enginepool", "e")
+    assert (status["podsRefusedSince"], reason({"status": status}, "Degraded")) == (since, "PodCreateFailed")
+    fleet.pool(1)
+    fleet.ready_engines(1)
+    wait_until(lambda: "podsRefusedSince" not in fleet.status("enginepool", "e"), "the trouble to be over")
 
 
 def test_idle_fleet_writes_nothing(fleet: Fleet) -> None:

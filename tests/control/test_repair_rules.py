@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +18,18 @@ import yaml
 from e2e.cluster.local import LocalCluster
 from rlfleet.api import labels
 from rlfleet.app.metrics import OperatorMetrics
-from rlfleet.control.context import Context
+from rlfleet.control.context import Clock, Context, SystemClock
 from rlfleet.control.keys import SigningKeys
 from rlfleet.control.peers import Peers
 from rlfleet.control.pipeline import reconcile_pipeline
 from rlfleet.control.queue import Retry
 from rlfleet.kube.client import KubeClient
-from rlfleet.kube.config import Credentials, load
+from rlfleet.kube.config import Credentials, CredentialSource, credential_source, load
 from rlfleet.kube.events import EventRecorder
 from rlfleet.kube.guard import Guard
 from rlfleet.kube.reflector import Reflector
 from rlfleet.kube.resources import PODS
+from tests.fault.proxy import RETRY_AFTER_SECONDS, Fault, FaultProxy, Rule
 
 pytestmark = pytest.mark.cluster
 
@@ -67,27 +69,37 @@ async def allowed(cluster: LocalCluster, namespace: str) -> Reconcile:
         async def source() -> Credentials:
             return replace(admin, tls=tls, authorization=f"Bearer {token}")
 
-        keys = SigningKeys(b"k" * 32)
-        metrics = OperatorMetrics()
-        async with KubeClient(source) as kube:
-            guard = Guard.unelected()
-            peers = Peers(keys, guard)
-            yield (
-                Context(
-                    kube=kube,
-                    pods=Reflector(kube, PODS, namespaces=(namespace,)),
-                    peers=peers,
-                    guard=guard,
-                    keys=keys,
-                    events=EventRecorder(kube, instance="test"),
-                    enqueue=lambda key, **_: None,
-                    metrics=metrics,
-                ),
-                metrics,
-            )
-            await peers.close()
+        async with context(source, namespace, SystemClock()) as made:
+            yield made
 
     return make
+
+
+@asynccontextmanager
+async def context(
+    source: CredentialSource, namespace: str, clock: Clock
+) -> AsyncIterator[tuple[Context, OperatorMetrics]]:
+    """What a reconciler works with, under these credentials."""
+    keys = SigningKeys(b"k" * 32)
+    metrics = OperatorMetrics()
+    async with KubeClient(source) as kube:
+        guard = Guard.unelected()
+        peers = Peers(keys, guard)
+        yield (
+            Context(
+                kube=kube,
+                pods=Reflector(kube, PODS, namespaces=(namespace,)),
+                peers=peers,
+                guard=guard,
+                keys=keys,
+                events=EventRecorder(kube, instance="test"),
+                enqueue=lambda key, **_: None,
+                clock=clock,
+                metrics=metrics,
+            ),
+            metrics,
+        )
+        await peers.close()
 
 
 def trust_only(cluster: LocalCluster) -> ssl.SSLContext:
@@ -179,3 +191,39 @@ async def test_a_rule_that_raises_is_named_and_stops_no_other(
     found = degraded(cluster, namespace)
     assert (found["status"], found["reason"]) == ("True", "RepairRuleFailed")
     assert failing in found["message"]
+
+
+class Hands(SystemClock):
+    """Loop time stands still until the test moves it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_a_rule_that_the_apiserver_throttled_rests_and_the_others_go_on(
+    cluster: LocalCluster, namespace: str, tmp_path: Path, history: Callable[[], dict[str, list[str]]]
+) -> None:
+    """The rounds ended long ago, so the last rule wants to delete them in every reconcile."""
+
+    def held() -> None:
+        patch = json.dumps({"metadata": {"finalizers": [labels.ROUND_FINALIZER]}})
+        cluster.kubectl("patch", "syncround", "held", f"--namespace={namespace}", "--type=merge", "-p", patch)
+
+    clock = Hands()
+    with FaultProxy(cluster.kubeconfig, tmp_path) as proxy:
+        rule = proxy.strike(Rule(lambda call: call.method == "DELETE" and call.plural == "syncrounds", Fault.THROTTLED))
+        async with context(credential_source(str(proxy.kubeconfig)), namespace, clock) as (ctx, metrics):
+            for _ in range(3):
+                with pytest.raises(Retry):
+                    await reconcile_pipeline(ctx, namespace, "p")
+                # Asked again it would succeed.
+                assert (rule.struck, history()) == (1, {"held": [], "old": []}), "one goes on, the other one rests"
+                held()
+                clock.now += 0.4 * RETRY_AFTER_SECONDS
+            await reconcile_pipeline(ctx, namespace, "p")
+            assert history() == {"held": []}
+            assert ctx.events.pending == 0
+        assert b"rlfleet_repair_rule_failures_total{" not in metrics.render(), "nothing is wrong with the rule"
+    assert degraded(cluster, namespace)["status"] == "False"
