@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from rlfleet.api import wire
 from rlfleet.control.rounds.pods import engine_of
+from rlfleet.plan.freeze import ASKED_AGAIN, ASKED_WHILE_STARTING, ask_again
 from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
 from rlfleet.plan.transport import Refusal
 from rlfleet.plan.triage import newer_than
@@ -76,6 +81,46 @@ def test_pods_that_never_ran_are_not_silent_gates() -> None:
     plan = frozen([silent[0], engine("b", None, unborn=True)], max_unavailable=0)
     assert isinstance(plan, RoundPlan)
     assert (len(plan.members), plan.silent) == (1, ())
+
+
+def test_a_gate_that_is_being_started_is_asked_for_longer_than_one_that_fell_silent() -> None:
+    def asked(*others: Engine) -> int:
+        engines = [engine("a", gate()), *others]
+        tries = 0
+        while ask_again(engines, frozen(engines, max_unavailable=0), tries) is not None:
+            tries += 1
+        return tries
+
+    assert asked() == 0
+    assert asked(engine("b", None, unborn=True)) == 0
+    assert asked(engine("b", None)) == ASKED_AGAIN
+    assert asked(engine("b", None, starting=True)) == ASKED_WHILE_STARTING > ASKED_AGAIN
+    # It answers now: another one's silence is not excused by it.
+    assert asked(engine("b", gate(), starting=True), engine("c", None)) == ASKED_AGAIN
+    allowed = [engine("a", gate()), engine("b", None, starting=True)]
+    plan = frozen(allowed, max_unavailable=1)
+    assert isinstance(plan, RoundPlan)
+    assert (ask_again(allowed, plan, 0) is None, ask_again(allowed, plan, 1) is None) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("told", "starting"),
+    [
+        ({"state": {"running": {}}, "started": False}, True),
+        ({"state": {"running": {}}, "started": True}, False),
+        ({"state": {"running": {}}}, False),
+        ({"state": {"waiting": {"reason": "PodInitializing"}}, "started": False}, False),
+        ({"state": {"running": {}}, "started": False, "restartCount": 1}, False),
+        ({"state": {"running": {}}, "started": False, "lastState": {"terminated": {"exitCode": 1}}}, False),
+    ],
+)
+def test_only_the_first_start_of_a_gate_is_one(told: dict[str, Any], starting: bool) -> None:
+    pod = {
+        "metadata": {"name": "x", "namespace": "n", "uid": "u", "labels": {}},
+        "spec": {"containers": [], "restartPolicy": "Never"},
+        "status": {"podIP": "127.1.1.1", "initContainerStatuses": [{"name": "gate", "restartCount": 0, **told}]},
+    }
+    assert engine_of(pod).starting is starting
 
 
 def test_only_a_newer_round_supersedes_one_that_holds() -> None:

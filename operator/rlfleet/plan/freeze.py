@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.wire import PROTOCOL_VERSION, PauseMode, SenderStatus, StagingMode, Transport
@@ -23,6 +23,33 @@ from rlfleet.plan.transport import Cut, Refusal, choose
 PARTS = "Serialized/Parts"
 #: Whole weights in the gates' memory, in the buckets that the trainer made.
 AS_PUBLISHED = Cut()
+#: How often who is silent is asked again before that counts, and how often while a gate among them is being started.
+ASKED_AGAIN = 3
+ASKED_WHILE_STARTING = 15
+_UNHEARD = (Reason.GATES_UNREACHABLE, Reason.DISCOVERY_UNREACHABLE)
+
+
+@dataclass(frozen=True)
+class AskAgain:
+    """``seconds``: pause before that. ``silent``: engines whose gates are asked; ``whom``: all that is unheard of."""
+
+    seconds: float
+    silent: tuple[str, ...]
+    whom: tuple[str, ...]
+
+
+def ask_again(engines: Sequence[Engine], plan: RoundPlan | Refusal, tries: int) -> AskAgain | None:
+    """Whether silence is believed after ``tries`` more questions; None: it is, or nobody is silent.
+
+    A plan that can do without the silent ones waits for one more answer only. A gate that has just been started is
+    silent until it listens, which says nothing of a partition: it is given some 12 s. Nothing is paused meanwhile.
+    """
+    mute = [e for e in engines if e.status is None and not e.gone and not e.unborn]
+    whom = (*(e.name for e in mute), *(e.name for e in engines if e.undiscovered and not e.gone))
+    enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason not in _UNHEARD
+    if not whom or enough or tries >= (ASKED_WHILE_STARTING if any(e.starting for e in mute) else ASKED_AGAIN):
+        return None
+    return AskAgain(0.3 if tries < ASKED_AGAIN else 1.0, tuple(e.name for e in mute), whom)
 
 
 def freeze(

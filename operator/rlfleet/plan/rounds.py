@@ -104,6 +104,8 @@ class Engine:
     """Why its gate refused to be fenced; empty where it answered or kept silent."""
     unborn: bool = False
     """None of its containers has ever run, as far as its node told."""
+    starting: bool = False
+    """Its gate's container runs for the first time, and its start-up probe has not succeeded yet, as its node told."""
     claimed: Evidence | None = None
     """What its ResourceClaims say of its devices; None: it uses none."""
     assigned: Evidence | None = None

@@ -70,13 +70,29 @@ def is_gone(pod: Mapping[str, Any]) -> bool:
 
 def is_unborn(pod: Mapping[str, Any]) -> bool:
     """Nothing of the pod has ever run: it waits for a node or an image, so no engine of it can serve."""
-    status = pod.get("status") or {}
-    if not status.get("podIP"):
+    if not (pod.get("status") or {}).get("podIP"):
         return True
-    gate: Mapping[str, Any] = next(
-        (c for c in status.get("initContainerStatuses") or [] if c.get("name") == "gate"), {}
-    )
-    return "waiting" in (gate.get("state") or {}) and not gate.get("lastState") and not gate.get("restartCount")
+    gate = _sidecar(pod)
+    return "waiting" in (gate.get("state") or {}) and _runs_first(gate)
+
+
+def is_starting(pod: Mapping[str, Any]) -> bool:
+    """The gate runs for the first time and is not up yet: its silence is that of a start, for a while.
+
+    Known of gates that are native sidecars with a start-up probe; one that was up before is never called starting.
+    """
+    gate = _sidecar(pod)
+    return "running" in (gate.get("state") or {}) and gate.get("started") is False and _runs_first(gate)
+
+
+def _sidecar(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the node tells of the gate's container; empty: nothing."""
+    told = (pod.get("status") or {}).get("initContainerStatuses") or []
+    return next((c for c in told if c.get("name") == "gate"), {})
+
+
+def _runs_first(container: Mapping[str, Any]) -> bool:
+    return not container.get("lastState") and not container.get("restartCount")
 
 
 def is_owned(pod: Mapping[str, Any]) -> bool:
@@ -108,6 +124,7 @@ def engine_of(pod: Mapping[str, Any], *, adopter: str = "", index: int | None = 
         leaving="deletionTimestamp" in meta or bool(disruption_of(pod)),
         owned=is_owned(pod),
         unborn=is_unborn(pod),
+        starting=is_starting(pod),
         assigned=assigned_evidence(assigned) if assigned else None,
         index=_index(pod) if index is None else index,
         checkpoint_mount=checkpoint_mount(pod),

@@ -18,7 +18,7 @@ from rlfleet.control.rounds.plan_record import plan_row, summary
 from rlfleet.control.rounds.results import why
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.checkpoint import checkpoint_path, is_shelf, mode_of
-from rlfleet.plan.freeze import freeze
+from rlfleet.plan.freeze import ask_again, freeze
 from rlfleet.plan.quiesce import drain_allowance, wanted_mode
 from rlfleet.plan.rounds import RoundPlan, held
 from rlfleet.plan.transport import Cut, Refusal
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from rlfleet.control.rounds.sender_link import SenderLink
 
 log = logging.getLogger(__name__)
-
-#: How often gates that are silent at Planned are asked again before that counts.
-ASKED_AGAIN = 3
-_UNHEARD = (Reason.GATES_UNREACHABLE, Reason.DISCOVERY_UNREACHABLE)
 
 
 async def plan_members(run: Executor, closing: Closing) -> Transfer | None:
@@ -115,18 +111,13 @@ async def _frozen_for_sure(run: Executor, slot: wire.SenderCache) -> RoundPlan |
 
     Gates, and the Dynamo frontends of engines that nothing is known of (asked with every look at pods and gates).
     """
-    plan = frozen(run, slot)
-    for tries in range(ASKED_AGAIN):
-        silent = [e.name for e in run.fleet.engines.values() if e.status is None and not e.gone and not e.unborn]
-        unknown = [e.name for e in run.fleet.engines.values() if e.undiscovered and not e.gone]
-        enough = tries > 0 if isinstance(plan, RoundPlan) else plan.reason not in _UNHEARD
-        if not (silent or unknown) or enough:
-            break
-        log.info("asked again, %d silent or unknown: %s", len(silent + unknown), ", ".join((silent + unknown)[:8]))
-        await asyncio.sleep(0.3)
+    plan, tries = frozen(run, slot), 0
+    while (again := ask_again(list(run.fleet.engines.values()), plan, tries)) is not None:
+        log.info("asked again, %d silent or unknown: %s", len(again.whom), ", ".join(again.whom[:8]))
+        await asyncio.sleep(again.seconds)
         await run.fleet.read_pods()
-        await run.fleet.fence(run.caller, silent)
-        plan = frozen(run, slot)
+        await run.fleet.fence(run.caller, again.silent)
+        plan, tries = frozen(run, slot), tries + 1
     return plan
 
 
