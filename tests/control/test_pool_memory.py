@@ -22,7 +22,7 @@ from tests.plan.rounds_kit import gate
 def test_each_ending_is_told_once() -> None:
     memory = PoolMemory("pool")
     memory.see([fact(0), fact(1)], 0)
-    dead = replace(fact(0), finished=True)
+    dead = replace(fact(0), finished=True, phase="Failed")
     assert memory.see([dead, fact(1)], 1) == ([dead], [])
     assert memory.see([dead, fact(1)], 2) == ([], [])
     _, lost = memory.see([dead], 3)
@@ -30,12 +30,44 @@ def test_each_ending_is_told_once() -> None:
     assert memory.see([dead], 4) == ([], [])
 
 
+def test_an_ending_is_told_with_what_the_kubelet_says_of_it_in_the_end() -> None:
+    ended = replace(fact(0), finished=True, phase="Running", failure="engine ended with exit code 0")
+    evicted = replace(ended, phase="Failed", failure="Evicted: the node was low on memory")
+    memory = PoolMemory("pool")
+    memory.see([fact(0)], 0)
+    assert memory.see([ended], 1) == ([], [])
+    assert memory.held_back(1) or memory.failures  # it counts at once
+    assert memory.see([evicted], 2) == ([evicted], [])
+    assert memory.see([evicted], 3) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("then", "now_ms", "told"),
+    [
+        ({"deleting": True}, 2, True),
+        (None, 2, True),
+        ({}, 29_999, False),
+        ({}, 30_001, True),  # another container of it runs on
+    ],
+)
+def test_an_ending_is_told_although_the_kubelet_never_says_more(
+    then: dict[str, Any] | None, now_ms: int, told: bool
+) -> None:
+    ended = replace(fact(0), finished=True, phase="Running")
+    memory = PoolMemory("pool")
+    memory.see([fact(0)], 0)
+    memory.see([ended], 1)
+    failed, lost = memory.see([] if then is None else [replace(ended, **then)], now_ms)
+    assert ([p.uid for p in failed], lost) == (["uid-0"] if told else [], [])
+    assert memory.see([], now_ms + 1)[0] == ([] if told else [ended])
+
+
 def test_the_end_of_what_is_no_engine_any_more_is_told_only_where_it_was_one_just_now() -> None:
     """Finished pods of an adopted Deployment lie about: a new operator meets them all at once."""
     memory = PoolMemory("pool")
     old = replace(fact(-1, "old"), finished=True)
     assert memory.see([old, fact(0)], 0) == ([], [])
-    over = replace(fact(-1, "uid-0"), finished=True)
+    over = replace(fact(-1, "uid-0"), finished=True, phase="Failed")
     assert memory.see([old, over], 1) == ([over], [])
     assert memory.held_back(1) == {}
     assert memory.see([old, over], 2) == ([], [])

@@ -23,6 +23,8 @@ from rlfleet.plan.start_failures import StartFailure, failures_of, one_more
 CREATE_PAUSE, CREATE_PAUSE_MAX = 0.5, 60.0
 #: States that status shows of engines that have served, or may have.
 _SERVED = frozenset({EngineState.ACTIVE.value, EngineState.OFFLOADED.value})
+#: Phases of a pod that is over, and milliseconds after which its engine's end is told without one of them.
+_OVER, _OVER_MS = frozenset({"Failed", "Succeeded"}), 30_000
 #: What an engine is shown as while its gate has not answered this process yet, whatever it was before.
 _UNHEARD = frozenset({EngineState.PENDING, EngineState.BOOTING})
 
@@ -56,6 +58,8 @@ class PoolMemory:
     """Since when a pod's engine has been Loading, in milliseconds since the epoch."""
     ever_active: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
+    ending: dict[str, int] = field(default_factory=dict)
+    """Ends that were not told yet, and since when: the kubelet says why (evicted) only with the pod's last phase."""
     swept: set[str] = field(default_factory=set)
     """UIDs whose addresses are looked for in the routers again, now that their pods are gone."""
     processes: dict[str, str] = field(default_factory=dict)
@@ -92,9 +96,12 @@ class PoolMemory:
         )
 
     def see(self, facts: Iterable[PodFact], now_ms: int) -> tuple[list[PodFact], list[PodFact]]:
-        """Take in the pods as seen now. Returns (newly failed, newly lost: gone without our deleting them)."""
+        """Take in the pods as seen now. Returns (failed, lost: gone without our deleting them), each pod once.
+
+        What failed is counted at once, and told when its pod is over, goes, or is still there half a minute later.
+        """
         present = {f.uid: f for f in facts if f.owned}
-        lost = []
+        failed, lost = [], []
         for uid, old in list(self.facts.items()):
             if uid in present:
                 continue
@@ -103,8 +110,9 @@ class PoolMemory:
             if old.live:
                 lost.append(old)
                 self._replaced(old, now_ms)
+            if uid in self.ending:
+                failed.append(old)
             self._forget(uid)
-        failed = []
         for fact in present.values():
             met = fact.uid in self.facts
             self.facts[fact.uid] = fact
@@ -116,11 +124,15 @@ class PoolMemory:
                 self.counted.add(fact.uid)
                 # Without an index it is no engine any more: its end is news only where it was one just now.
                 if not fact.deleting and (fact.index >= 0 or met):
-                    failed.append(fact)
+                    self.ending[fact.uid] = now_ms
                 if not fact.deleting and fact.index >= 0:
                     self._count(fact, now_ms)
             elif fact.deleting and fact.uid not in self.departures:
                 self._replaced(fact, now_ms)
+            since = self.ending.get(fact.uid, now_ms)
+            if fact.uid in self.ending and (fact.phase in _OVER or fact.deleting or now_ms - since >= _OVER_MS):
+                del self.ending[fact.uid]
+                failed.append(fact)
         return failed, lost
 
     def held_back(self, now_ms: int) -> dict[int, float]:
@@ -209,6 +221,7 @@ class PoolMemory:
             self.drain_until,
             self.loading_since,
             self.processes,
+            self.ending,
         ):
             known.pop(uid, None)
         self.silence.heard(uid)
