@@ -64,10 +64,11 @@ def reason(fleet: Fleet, kind: str, name: str, condition_type: str) -> tuple[str
     return each["status"], each["reason"], each["message"]
 
 
-def counted(fleet: Fleet, pod: dict[str, Any]) -> int:
-    """Attempts that the pool has counted on this pod."""
+def counted(fleet: Fleet, pod: dict[str, Any], version: int | None = None) -> int:
+    """Attempts that the pool has counted on this pod. ``version``: only if that of the latest one is this."""
     rows = fleet.status("enginepool", "e").get("catchUp") or []
-    return sum(int(r["attempts"]) for r in rows if r["engine"] == pod["metadata"]["name"])
+    mine = [r for r in rows if r["engine"] == pod["metadata"]["name"]]
+    return sum(int(r["attempts"]) for r in mine if version in (None, r["version"]))
 
 
 def scaled(fleet: Fleet, replicas: int, old: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,11 +103,11 @@ def test_a_poisoned_engine_is_healed_and_given_up_when_its_attempts_are_spent(fl
     assert fleet.sync(2)["status"]["phase"] == "Succeeded"
     fleet.fault(ill, DISK, action="http500", times=100, when="before")
     assert fleet.sync(3)["status"]["phase"] == "Succeeded"
-    wait_until(lambda: counted(fleet, ill) == 2, "two attempts")
+    wait_until(lambda: counted(fleet, ill, 3) == 2, "two attempts")
     operator.kill()
     operator.start()
     wait_until(lambda: reason(fleet, "rlpipeline", "p", "Degraded")[1] == "CatchUpExhausted", "the pipeline to say so")
-    assert counted(fleet, ill) == 3
+    assert counted(fleet, ill, 3) == 3
     _, _, message = reason(fleet, "rlpipeline", "p", "Degraded")
     assert name in message
     assert "delete these pods" in message

@@ -67,10 +67,11 @@ def load(
     state: wire.OperationState = wire.OperationState.SUCCEEDED,
     verified: bool = False,
     published: bool = False,
+    version: int = 1,
 ) -> wire.LoadRecord:
     return wire.LoadRecord(
         operation=operation,
-        version=1,
+        version=version,
         manifest_digest=DIGEST_A,
         state=state,
         verified=verified,

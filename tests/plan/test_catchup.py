@@ -282,6 +282,29 @@ def test_what_is_forgotten() -> None:
     assert left == (counted(e, 2),)
 
 
+@pytest.mark.parametrize(
+    ("since", "left"),
+    [
+        ({"holds": (7, DIGEST_A)}, 1),  # held on from the Refresh that brought it, and untouched by the next one
+        ({"loads": (load("r7", version=7, verified=True, published=True),)}, 1),  # it lost them in the next one
+        ({"loads": (load("r7", version=7, verified=True, published=False),)}, 3),
+        ({"loads": (load("r6", version=6, verified=True, published=True),)}, 3),
+        ({"holds": (6, DIGEST_B)}, 3),
+        ({"holds": (5, DIGEST_B)}, 3),
+    ],
+)
+def test_who_was_whole_in_a_refresh_since_begins_anew_though_the_next_one_left_it_behind(
+    since: dict[str, Any], left: int
+) -> None:
+    """Version 8 is committed without it, and nobody has counted since version 7 was."""
+    e = fresh(**since)
+    counts = [counted(e, 2, version=6)]
+    latest = replace(COMMITTED, version=8)
+    assert attempts(counts, e) == left - 1
+    anew, _ = count(counts, [e], round_uid="r-c", version=8, present={e.name: e}, committed=latest)
+    assert [c.attempts for c in anew] == [left]
+
+
 def test_an_engine_that_is_put_to_sleep_after_it_caught_up_begins_anew() -> None:
     def woken(of: str, **load_: bool) -> Engine:
         slept = load(of, verified=True, published=load_.get("published", True))

@@ -2,9 +2,9 @@
 
 Invariants:
 - attempts of one engine process only add up, whatever went wrong and whoever counts; a round counts once;
-- a count is forgotten with its process, once the process is proven at another version than that of its latest attempt
-  (it has come through a Refresh since), or when it was put to sleep after that attempt had succeeded: what it does not
-  hold any more was taken from it;
+- a count is forgotten with its process, once the process was proven at another version than that of its latest attempt
+  (it has come through a Refresh since, whatever became of it afterwards), or when it was put to sleep after that one
+  had succeeded: what it does not hold any more was taken from it;
 - the list of a pool is bounded: engines that are well make room first, and who finds no room is not tried.
 """
 
@@ -50,10 +50,23 @@ def slept_since(c: Count, e: Engine) -> bool:
     )
 
 
+def whole_since(c: Count, e: Engine) -> bool:
+    """The gate proves, or has on record, a version above that of the latest attempt: a Refresh brought it.
+
+    What is committed now says nothing of that: the next version may have been committed, without this engine, before
+    anybody counted again.
+    """
+    if e.status is None:
+        return False
+    held = e.status.holds
+    above = held is not None and held.version > c.version
+    return above or any(load.published and load.version > c.version for load in e.status.loads)
+
+
 def attempts(counts: Iterable[Count], e: Engine) -> int:
     """Attempts on this engine process so far, those that are to be forgotten left out."""
     mine = [c for c in counts if (c.engine, c.incarnation) == (e.name, e.incarnation)]
-    return sum(c.attempts for c in mine if not slept_since(c, e))
+    return sum(c.attempts for c in mine if not (slept_since(c, e) or whole_since(c, e)))
 
 
 def spent(counts: Iterable[Count], e: Engine) -> bool:
@@ -102,7 +115,7 @@ def _forgotten(c: Count, present: Mapping[str, Engine], committed: Committed) ->
         return True
     if e.incarnation and e.incarnation != c.incarnation:
         return True
-    return slept_since(c, e) or (committed.version != c.version and caught_up(e, committed))
+    return slept_since(c, e) or whole_since(c, e) or (committed.version != c.version and caught_up(e, committed))
 
 
 def _evictable(
