@@ -54,6 +54,7 @@ STATUS: dict[str, dict[str, Any]] = {
         "sender": {"podUID": "p-1", "incarnation": "s1", "url": "http://127.0.0.5:9450"},
         "publicKeys": [{"kid": "k1", "key": "A" * 43 + "="}],
         "lastRound": "demo-v11-0123456789",
+        "updateRoom": {"since": NOW, "until": NOW},
         "engines": {"total": 4, "active": 3, "asleep": 1},
         "blocks": [
             {
@@ -135,6 +136,10 @@ STATUS: dict[str, dict[str, Any]] = {
                 "reason": "VerifyFailed",
             }
         ],
+        "startFailures": [
+            {"index": 1, "count": 3, "node": "gpu-node-1.example", "onNode": 2, "at": NOW, "podUID": "p-7"}
+        ],
+        "podsRefusedSince": NOW,
         "templateHash": "v1-0a1b2c",
         "fencing": "Cooperative",
         "admissionGuarantee": "Enforced",

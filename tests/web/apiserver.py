@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rlfleet.api.labels import GROUP
 from tests.cli.fleets import Objects
 
 #: Tokens -> the namespaces that they may read; None: all of them, cluster-wide too.
@@ -59,5 +60,7 @@ class Apiserver:
     def _one(self, kind: str, name: str) -> web.Response:
         found = next((p for p in self.objects[kind] if p["metadata"]["name"] == name), None)
         if found is None:
-            return web.json_response({"message": f'{kind} "{name}" not found'}, status=404)
+            # As an apiserver writes it, which knows the kind.
+            group = "" if kind == "secrets" else f".{GROUP}"
+            return web.json_response({"message": f'{kind}{group} "{name}" not found'}, status=404)
         return web.json_response(found)
