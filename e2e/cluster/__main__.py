@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "install":
         cluster.install()
     elif options.command == "guard":
+        # Whoever ends everything of this checkout ends the owner too, and its cluster has yet to be taken down.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdin.buffer.read()
         cluster.down()
     elif options.command == "status":
