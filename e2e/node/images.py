@@ -41,7 +41,8 @@ _BUILD_SECONDS = 3600.0
 #: All that the Dockerfile copies: an image is built anew when something of this, or its base, has changed.
 SOURCES = (
     "Dockerfile", "images", "requirements.lock", "pyproject.toml", "README.md", "LICENSE", "operator",
-    "e2e/__init__.py", "e2e/sim", "e2e/scenarios/__init__.py", "e2e/scenarios/publisher.py",
+    "e2e/__init__.py", "e2e/sim", "e2e/scenarios/__init__.py", "e2e/scenarios/ports.py",
+    "e2e/scenarios/publisher.py",
 )  # fmt: skip
 _SOURCES_LABEL = "dev.rlfleet.sources"
 #: A machine whose package index has an authority of its own: the build trusts whom the machine trusts.
