@@ -247,7 +247,9 @@ def replaced(fleet: Fleet, victim: Obj) -> None:
     """Waits until another pod plays the victim's engine and both engines are Active again."""
 
     def done() -> bool:
-        return fleet.all_active() and victim["metadata"]["uid"] not in {p["metadata"]["uid"] for p in fleet.engines()}
+        # By the pool's own rows: a new pod may be there before they tell that the old one has ended.
+        shown = {row["podUID"] for row in fleet.pool()["status"].get("engines") or []}
+        return victim["metadata"]["uid"] not in shown and fleet.all_active()
 
     until(done, "both engines Active again, one of them in a new pod")
 
