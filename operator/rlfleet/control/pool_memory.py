@@ -98,7 +98,8 @@ class PoolMemory:
     def see(self, facts: Iterable[PodFact], now_ms: int) -> tuple[list[PodFact], list[PodFact]]:
         """Take in the pods as seen now. Returns (failed, lost: gone without our deleting them), each pod once.
 
-        What failed is counted at once, and told when its pod is over, goes, or is still there half a minute later.
+        What failed is counted at once, and told when its pod is over, is gone, or is still there half a minute later:
+        the kubelet may say why as late as while the pod is being deleted.
         """
         present = {f.uid: f for f in facts if f.owned}
         failed, lost = [], []
@@ -130,7 +131,7 @@ class PoolMemory:
             elif fact.deleting and fact.uid not in self.departures:
                 self._replaced(fact, now_ms)
             since = self.ending.get(fact.uid, now_ms)
-            if fact.uid in self.ending and (fact.phase in _OVER or fact.deleting or now_ms - since >= _OVER_MS):
+            if fact.uid in self.ending and (fact.phase in _OVER or now_ms - since >= _OVER_MS):
                 del self.ending[fact.uid]
                 failed.append(fact)
         return failed, lost
