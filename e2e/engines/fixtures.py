@@ -23,6 +23,9 @@ SEEDS = (100, 101, 102)
 #: The seed of the checkpoint that engines start with.
 DISK = 103
 Expected = dict[int, list[list[int]]]
+#: Marks of tests with real engines in pods, and of those that are none of CI's.
+RUNS = [pytest.mark.usefixtures("private_network", "told"), pytest.mark.cluster, pytest.mark.engines]
+LONG_RUNS = [*RUNS, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from e2e.engines.asking import RealEngine
 from e2e.engines.fixtures import (
     BROADCAST,
     DISK,
+    RUNS,
     SEEDS,
     SERIALIZED,
     Expected,
@@ -30,7 +31,7 @@ from e2e.engines.serving import CONTEXT
 from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.test_transports import FREE, pinned
 
-pytestmark = [pytest.mark.usefixtures("private_network", "told"), pytest.mark.cluster, pytest.mark.engines]
+pytestmark = RUNS
 
 #: About as many tokens as fit behind the short prompt (SGLang gives a little less): seconds, in which a round can come.
 LONG = CONTEXT - 24

@@ -11,6 +11,7 @@ from e2e.cluster.local import LocalCluster
 from e2e.engines.asking import RealEngine
 from e2e.engines.fixtures import (
     BROADCAST,
+    LONG_RUNS,
     SEEDS,
     SERIALIZED,
     Expected,
@@ -23,13 +24,7 @@ from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.test_trainer_failures import strike
 from e2e.scenarios.test_transports import FREE, pinned
 
-pytestmark = [
-    pytest.mark.usefixtures("private_network", "told"),
-    pytest.mark.cluster,
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]
+pytestmark = LONG_RUNS
 
 DEADLINES = {"pendingSeconds": 60, "stagingSeconds": 60, "pausedSeconds": 40}
 RECEIVED = "POST /update_weights_from_distributed"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from e2e.engines.asking import RealEngine
-from e2e.engines.fixtures import DISK, SEEDS, SERIALIZED, Expected, pipeline, start, sync
+from e2e.engines.fixtures import DISK, LONG_RUNS, SEEDS, SERIALIZED, Expected, pipeline, start, sync
 from e2e.engines.load import Clients
 from e2e.engines.prompts import PROMPTS
 from e2e.engines.reference import untrue
@@ -16,13 +14,7 @@ from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.routers import Router, router_entry
 from e2e.scenarios.test_transports import FREE, TRAIN, pinned
 
-pytestmark = [
-    pytest.mark.usefixtures("private_network", "told"),
-    pytest.mark.cluster,
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]
+pytestmark = LONG_RUNS
 
 
 def test_one_fleet_of_three_makes_by_both_transports_under_load(fleet: Fleet, models: Path, expected: Expected) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines.fixtures import DISK, SEEDS, SERIALIZED, Expected, pipeline, start, sync
+from e2e.engines.fixtures import DISK, LONG_RUNS, SEEDS, SERIALIZED, Expected, pipeline, start, sync
 from e2e.engines.prompts import PROMPTS
 from e2e.engines.serving import pool
 from e2e.engines.tiny import MODEL
@@ -16,13 +16,7 @@ from e2e.scenarios.kit import Fleet
 from e2e.scenarios.routers import Router, router_entry
 from e2e.scenarios.test_transports import FREE, pinned
 
-pytestmark = [
-    pytest.mark.usefixtures("private_network", "told"),
-    pytest.mark.cluster,
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]
+pytestmark = LONG_RUNS
 
 KEY = "for-users-only"
 #: Where users ask, and with what, past any code of ours.

@@ -130,8 +130,8 @@ class PoolMemory:
                     self._count(fact, now_ms)
             elif fact.deleting and fact.uid not in self.departures:
                 self._replaced(fact, now_ms)
-            since = self.ending.get(fact.uid, now_ms)
-            if fact.uid in self.ending and (fact.phase in _OVER or now_ms - since >= _OVER_MS):
+            since = self.ending.get(fact.uid)
+            if since is not None and (fact.phase in _OVER or now_ms - since >= _OVER_MS):
                 del self.ending[fact.uid]
                 failed.append(fact)
         return failed, lost
