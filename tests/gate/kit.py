@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ class Engine:
         self.host = address()
         self.url = f"http://{self.host}:30000"
         argv = [sys.executable, "-m", "e2e.sim.engine", "--host", self.host, "--port", "30000", "--backend", backend]
-        self.process = Process("engine", directory, [*argv, *arguments], env)
+        self._start = partial(Process, "engine", directory, [*argv, *arguments], env)
+        self.process = self._start()
         self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
 
     def up(self) -> Engine:
@@ -109,6 +111,12 @@ class Engine:
 
         until("engine up", ready)
         return self
+
+    def restart(self) -> None:
+        """Another process at the same address, as where its container restarts in place."""
+        self.process.stop(signal.SIGKILL)
+        self.process = self._start()
+        self.up()
 
     def reset(self) -> None:
         """Undo what an earlier test did to admission, label and faults."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from rlfleet.api.wire import EnrollRequest
@@ -89,3 +91,71 @@ def test_an_enrolment_without_a_container_has_the_digest_that_it_always_had() ->
     behind = EnrollRequest(**{**told, "routers": (router,)})
     assert behind.digest() == "62760f64719cfc55dd6a64970487df01"
     assert EnrollRequest(**{**told, "routers": ({**router, "metrics": "http://r:2"},)}).digest() != behind.digest()
+
+
+# What the kernel tells: the kubelet is late, and most engines do not say which process of theirs answers.
+
+
+def test_a_process_that_nobody_told_of_is_met_by_its_socket(serving: Operator, engine: Engine, gate: Gate) -> None:
+    before = serving.status()
+    engine.restart()
+    until("another incarnation", lambda: serving.status()["incarnation"] != before["incarnation"])
+    until("closed", lambda: engine.ready() == 503)
+    met = serving.status()
+    assert "holds" not in met
+    assert met["loads"] == []
+    assert (met["fence"], met["engineProcess"]) == (before["fence"], "c1")
+    # Told late, it is the one that was met, also by a gate that was restarted meanwhile.
+    gate.kill()
+    gate.start()
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    told = serving.status()
+    assert (told["incarnation"], told["engineProcess"]) == (met["incarnation"], "c2")
+    # Only once: the next name is another process, though the gate met none.
+    assert serving.enroll(engineProcess="c3").status_code == 200
+    assert serving.status()["incarnation"] != met["incarnation"]
+
+
+def test_a_process_that_came_while_the_gate_was_away_is_met(serving: Operator, engine: Engine, gate: Gate) -> None:
+    before = serving.status()["incarnation"]
+    gate.kill()
+    engine.restart()
+    gate.start()
+    assert serving.status()["incarnation"] != before
+    until("closed", lambda: engine.ready() == 503)
+
+
+def test_an_order_for_the_process_before_does_not_reach_the_one_that_has_just_come(
+    serving: Operator, engine: Engine
+) -> None:
+    late = serving.body("Pause", attempt=9)
+    engine.restart()
+    assert serving.post(late).json()["reason"] == "IdentityMismatch"
+
+
+def test_what_was_paused_before_it_was_told_stays_closed_and_catches_up(serving: Operator, engine: Engine) -> None:
+    """The pause is of the process that the kubelet tells of later; forgotten, none could be told from an ill engine."""
+    engine.restart()
+    until("closed", lambda: serving.status()["engine"].get("paused") is True)
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    assert serving.status()["engine"]["paused"] is True
+    serving.serve(Weights.of(2), 2)
+    assert engine.ready() == 200
+
+
+def test_a_pause_is_not_recorded_for_the_process_that_follows_the_one_that_was_paused(
+    serving: Operator, engine: Engine, gate: Gate
+) -> None:
+    """An engine that still starts does not admit requests either, and begins to when it is ready."""
+    engine.faults(server_info={"action": "hang"})
+    started = serving.start("Pause", attempt=9, mode="Retract")
+    until("paused, the scheduler asked", lambda: engine.ready() == 503 and engine.struck("server_info"))
+    assert gate.process is not None
+    gate.process.popen.send_signal(signal.SIGSTOP)
+    engine.restart()
+    engine.http.post("/pause_generation", json={}).raise_for_status()  # it looks as one that still starts
+    gate.process.popen.send_signal(signal.SIGCONT)
+    record = serving.wait(started.json()["id"])
+    assert record["state"] != "Succeeded"
+    assert "another engine process" in record["error"]["message"]
+    assert "paused" not in serving.status()["engine"], "whether it is paused is not known"

@@ -139,6 +139,9 @@ async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: floa
         await ctx.engine.adapter.pause(mode, drain_seconds=drain, seconds=seconds)
     except CallError as e:
         raise engine_failure("pause", e) from e
+    if ctx.engine.listener() not in (None, ctx.store.engine_listener):
+        # It died while it was paused, and what does not admit requests is one that still starts.
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, "another engine process listens than the one that was paused")
     ctx.store.paused = True
 
 

@@ -36,7 +36,8 @@ class AdmissionControl:
     """Verifies tokens and keeps the fence.
 
     ``is_closed``: whether the engine is paused and in no router, read live. ``running``: id of the operation that runs;
-    ``met``: called when another engine process stands beside the gate.
+    ``look``: meets another engine process if one listens, and tells whether the recorded one does; ``met``: called when
+    another engine process stands beside the gate.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class AdmissionControl:
         store: Store,
         is_closed: Callable[[], Awaitable[bool]],
         running: Callable[[], str | None],
+        look: Callable[[], bool],
         met: Callable[[], None],
     ) -> None:
         self._config = config
         self._store = store
         self._is_closed = is_closed
         self._running = running
+        self._look = look
         self._met = met
 
     @property
@@ -88,6 +91,7 @@ class AdmissionControl:
     def identify(self, body: Addressed) -> None:
         """The call is meant for this pod and this engine process."""
         self._own_pod(body.pod_uid)
+        self._look()  # a call for the process before must not reach the one that has just come
         enrolment, incarnation = self._store.enrolment, self._store.incarnation
         if enrolment is None or incarnation is None:
             raise GateError(ErrorReason.NOT_ENROLLED, "the start-up promise does not hold yet; see status")
@@ -148,7 +152,9 @@ class AdmissionControl:
             )
         known, past = self._store.engine_process, self._store.past_processes
         changed = is_another_process(known, body.engine_process, past)
-        restarted = self._store.incarnation is not None and changed
+        # The kubelet tells of it late. What was recorded since the process was met by its socket is its own.
+        was_met = self._look() and self._store.met_before_told
+        restarted = self._store.incarnation is not None and changed and not was_met
         running = self._running()
         if restarted and running is not None:
             raise GateError(
@@ -160,6 +166,7 @@ class AdmissionControl:
                 self._store.forget_process(secrets.token_hex(16))
             if changed and known is not None:
                 self._store.past_processes = (*past, known)
+                self._store.met_before_told = False
             if body.engine_process is not None and body.engine_process not in past:
                 self._store.engine_process = body.engine_process
             if body.public_keys:

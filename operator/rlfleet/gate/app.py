@@ -22,6 +22,7 @@ from rlfleet.gate.closing import ProcessWatch, UnprovenCloser, WedgeWatch
 from rlfleet.gate.config import GateConfig
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.links import EngineLink, Routers
+from rlfleet.gate.listener import engine_listener
 from rlfleet.gate.metrics import GateMetrics
 from rlfleet.gate.operations import Operations
 from rlfleet.gate.rules import is_another_process
@@ -48,14 +49,24 @@ class Gate:
             config=config,
             store=self.store,
             area=StagingArea(config.staging_dir, config.capacity_bytes),
-            engine=EngineLink(adapter, self.store, allow_unknown_version=config.allow_unknown_version),
+            engine=EngineLink(
+                adapter,
+                self.store,
+                listener=engine_listener(config.engine_url),
+                allow_unknown_version=config.allow_unknown_version,
+            ),
             routers=Routers(self.store, config.router_keys_dir),
             devices=Devices(config.node, config.devices, is_own=of_pod(config.pod_uid)),
             metrics=GateMetrics(),
         )
         self.operations = Operations(self.ctx, on_fatal)
         self.admission = AdmissionControl(
-            config, self.store, self.is_closed, lambda: self.operations.in_flight, self.ctx.engine.forget
+            config,
+            self.store,
+            self.is_closed,
+            lambda: self.operations.in_flight,
+            look=self._look_at_listener,
+            met=self.ctx.engine.forget,
         )
         self.startup = StartupPromise(self.store, self.ctx.routers, config.router_quiet_seconds)
         self._on_fatal = on_fatal
@@ -69,7 +80,7 @@ class Gate:
         self.operations.recover()
         await asyncio.to_thread(self.ctx.area.recover, self.store.staging)
         self.ctx.metrics.fence.set(self.store.fence.generation)
-        watch = ProcessWatch(self.store, self._look)
+        watch = ProcessWatch(self.store, self._look_at_listener, self._look)
         runs = (self.startup.run(), self._closer.run(), WedgeWatch(self.operations).run(), watch.run())
         self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
@@ -114,8 +125,13 @@ class Gate:
         return self.operations.in_flight is not None or self.operations.uncertain
 
     async def _observe(self) -> tuple[View, EngineReport]:
+        self._look_at_listener()
         met = self._met
         view, report = await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
+        self._look_at_listener()
+        if met != self._met:  # what was seen may be of the process before, or judged by its record
+            met = self._met
+            view, report = await self.ctx.engine.observe(busy=self.operations.in_flight is not None)
         # Several look at the same time. One that began before another process was met may end after it with an answer
         # of the process before, which is none of the present one's; names of processes have no order of their own.
         if met == self._met:
@@ -124,6 +140,25 @@ class Gate:
 
     async def _look(self) -> None:
         await self._observe()
+
+    def _look_at_listener(self) -> bool:
+        """Meet another engine process than before by its socket; True: the recorded one listens. Nothing is awaited."""
+        known, found = self.store.engine_listener, self.ctx.engine.listener()
+        # As below: an operation that runs ends first.
+        if found is None or found == known or self.operations.in_flight is not None:
+            return found is not None and found == known
+        again = known is not None and self.store.incarnation is not None
+        with self.store.transaction():
+            if again:
+                self.store.forget_process(secrets.token_hex(16))
+                self.store.engine_instance = None  # of the one before; it is told anew
+                self.store.met_before_told = True
+            self.store.engine_listener = found
+        self._met += 1
+        if again:
+            log.error("another engine process listens", extra={"incarnation": self.store.incarnation})
+            self.ctx.engine.forget()
+        return True
 
     def _recognise(self, view: View) -> None:
         """Meet another engine process than before, where processes tell who they are. Nothing is awaited in here."""

@@ -48,18 +48,21 @@ class UnprovenCloser:
 
 
 class ProcessWatch:
-    """Looks at an engine that tells one process from the next, without being asked: a new one serves unproven weights.
+    """Looks whether another process stands there than before, without being asked: a new one serves unproven weights.
 
-    ``look``: observes the engine, and forgets what the record says of a process that is not there any more.
+    Both forget what the record says of a process that is not there any more: ``at_listener`` asks the kernel who
+    listens, ``look`` observes an engine that itself tells one process from the next.
     """
 
-    def __init__(self, store: Store, look: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, store: Store, at_listener: Callable[[], bool], look: Callable[[], Awaitable[None]]) -> None:
         self._store = store
+        self._at_listener = at_listener
         self._look = look
 
     async def run(self) -> None:
-        """Look again and again, once the engine has said who it is."""
+        """Look again and again; the engine is asked once it has said who it is."""
         while True:
+            self._at_listener()
             if self._store.engine_instance is not None:
                 await self._look()
             await asyncio.sleep(LOOK_SECONDS)

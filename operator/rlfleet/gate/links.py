@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,8 +43,17 @@ CHECKSUM_SECONDS = 10.0
 class EngineLink:
     """The engine process beside this gate."""
 
-    def __init__(self, adapter: EngineAdapter, store: Store, *, allow_unknown_version: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        store: Store,
+        *,
+        listener: Callable[[], str | None] = lambda: None,
+        allow_unknown_version: bool = False,
+    ) -> None:
         self.adapter = adapter
+        #: Which socket listens where the engine answers, now (gate.listener); None: not known.
+        self.listener = listener
         self._store = store
         self._allow_unknown_version = allow_unknown_version
         self._facts: Facts | None = None

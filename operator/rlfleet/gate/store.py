@@ -157,8 +157,27 @@ class Store:
         return value
 
     @engine_instance.setter
-    def engine_instance(self, value: str) -> None:
+    def engine_instance(self, value: str | None) -> None:
         self._put("engineInstance", value)
+
+    @property
+    def engine_listener(self) -> str | None:
+        """The socket of the engine process that this record is about (gate.listener); None: never seen."""
+        value: str | None = self._get("engineListener")
+        return value
+
+    @engine_listener.setter
+    def engine_listener(self, value: str) -> None:
+        self._put("engineListener", value)
+
+    @property
+    def met_before_told(self) -> bool:
+        """The present process was met by its socket; the kubelet's name of its container was not told since."""
+        return bool(self._get("metBeforeTold"))
+
+    @met_before_told.setter
+    def met_before_told(self, value: bool) -> None:
+        self._put("metBeforeTold", value)
 
     @property
     def paused(self) -> bool:
