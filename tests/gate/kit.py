@@ -114,7 +114,13 @@ class Engine:
 
     def restart(self) -> None:
         """Another process at the same address, as where its container restarts in place."""
+        self.kill()
+        self.start()
+
+    def kill(self) -> None:
         self.process.stop(signal.SIGKILL)
+
+    def start(self) -> None:
         self.process = self._start()
         self.up()
 

@@ -159,3 +159,35 @@ def test_a_pause_is_not_recorded_for_the_process_that_follows_the_one_that_was_p
     assert record["state"] != "Succeeded"
     assert "another engine process" in record["error"]["message"]
     assert "paused" not in serving.status()["engine"], "whether it is paused is not known"
+
+
+def test_a_pause_that_began_before_the_process_came_counts_for_it_and_not_for_the_one_before(
+    serving: Operator, engine: Engine
+) -> None:
+    """The order waits for an engine that is not there and meets the next one, before anybody looks who listens."""
+    before = serving.status()["incarnation"]
+    late = serving.body("Pause", attempt=9)
+    engine.kill()
+    assert serving.post(late).status_code == 202
+    engine.start()
+    record = serving.wait(late["id"])
+    assert record["state"] != "Succeeded", "it was for the process before"
+    assert "another engine process" in record["error"]["message"]
+    assert engine.ready() == 503
+    met = serving.status()
+    assert met["incarnation"] != before
+    assert met["engine"]["paused"] is True
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    serving.serve(Weights.of(2), 2)
+    assert engine.ready() == 200
+
+
+def test_an_engine_that_ends_while_it_drains_leaves_the_next_one_alone(serving: Operator, engine: Engine) -> None:
+    """Nobody could tell afterwards whether that one is paused or ill."""
+    engine.faults(**{"v1/loads": {"action": "hang"}})  # whether anything still runs is not known
+    started = serving.start("Pause", attempt=9, mode="Wait", drainSeconds=30)
+    assert started.status_code == 202, started.text
+    until("drains", lambda: engine.struck("v1/loads") >= 4)
+    engine.restart()
+    assert serving.wait(started.json()["id"])["state"] != "Succeeded"
+    until("closed, and known to be", lambda: serving.status()["engine"].get("paused") is True)

@@ -10,7 +10,7 @@ Invariants every adapter keeps:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -128,10 +128,11 @@ class EngineAdapter(Protocol):
     async def view(self, seconds: float) -> View:
         """Read the present state; never raises for an engine that does not answer."""
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float) -> None:
+    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float, still: Callable[[], None]) -> None:
         """Stop generation and prove it, within ``seconds`` after draining. The caller saw the engine admit requests.
 
         ``drain_seconds``: how long requests get to end with mode Wait. A mode that the engine lacks is Refused.
+        ``still``: asked between draining and the pause; raises where the engine must not be paused any more.
         """
 
     async def resume(self) -> None:

@@ -23,7 +23,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -151,11 +151,19 @@ class DynamoAdapter:
 
     # ------------------------------------------------------------------------------------------ admission
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
+    async def pause(
+        self,
+        mode: PauseMode,
+        *,
+        drain_seconds: float,
+        seconds: float = PAUSE_SECONDS,
+        still: Callable[[], None] = lambda: None,
+    ) -> None:
         """Pause, drop what was computed with the present weights, and see the worker say that it is paused."""
         if mode is PauseMode.WAIT:
             # Its own mode waits without a limit, and nothing else gets its lock meanwhile.
             await self._drain(drain_seconds)
+        still()
         deadline = time.monotonic() + seconds
         await self._route("pause_generation", {"mode": _MODES[mode], "clear_cache": True}, seconds)
         view = View(reachable=False)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from rlfleet.api.wire import BroadcastGroup, MemoryTag, PauseMode
@@ -127,7 +127,14 @@ class SGLangAdapter:
 
     # ------------------------------------------------------------------------------------------ admission
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
+    async def pause(
+        self,
+        mode: PauseMode,
+        *,
+        drain_seconds: float,
+        seconds: float = PAUSE_SECONDS,
+        still: Callable[[], None] = lambda: None,
+    ) -> None:
         """Pause and prove it: the engine admits nothing now, and nothing runs.
 
         Retracted requests are proven by an answer of the scheduler to a later question. Aborted ones by its counts; or,
@@ -140,6 +147,7 @@ class SGLangAdapter:
             raise Refused("pause", 400, "SGLang can not flush its cache under requests that are kept; use Retract")
         if mode is PauseMode.WAIT:
             await self._drain(drain_seconds)
+        still()
         self._paused = None
         wire_mode = "abort" if mode is PauseMode.ABORT else "retract"
         deadline = time.monotonic() + seconds

@@ -27,7 +27,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
@@ -139,13 +139,21 @@ class VLLMAdapter:
 
     # ------------------------------------------------------------------------------------------ admission
 
-    async def pause(self, mode: PauseMode, *, drain_seconds: float, seconds: float = PAUSE_SECONDS) -> None:
+    async def pause(
+        self,
+        mode: PauseMode,
+        *,
+        drain_seconds: float,
+        seconds: float = PAUSE_SECONDS,
+        still: Callable[[], None] = lambda: None,
+    ) -> None:
         """Pause and prove it: the call has come back, and the engine says that it is paused.
 
         Keep and Retract are one here: requests stay, lose their cache, and are recomputed when they go on.
         """
         if mode is PauseMode.WAIT:
             await self._drain(drain_seconds)
+        still()
         deadline = time.monotonic() + seconds
         await self._pause("abort" if mode is PauseMode.ABORT else "keep", seconds)
         async for _ in polls(deadline):

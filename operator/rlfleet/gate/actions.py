@@ -136,13 +136,22 @@ async def pause_engine(ctx: GateContext, mode: PauseMode, *, drain_seconds: floa
         # Other modes do not drain, and must not give their time away to it.
         drain = min(drain_seconds, max(0.0, ends - time.monotonic())) if mode is PauseMode.WAIT else 0.0
         seconds = max(min(PAUSE_SECONDS, ends - time.monotonic() - drain), MIN_SECONDS)
-        await ctx.engine.adapter.pause(mode, drain_seconds=drain, seconds=seconds)
+        watched = ctx.engine.listener()
+
+        def still() -> None:
+            if ctx.engine.listener() != watched:
+                raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine's process ended while it drained")
+
+        await ctx.engine.adapter.pause(mode, drain_seconds=drain, seconds=seconds, still=still)
     except CallError as e:
         raise engine_failure("pause", e) from e
-    if ctx.engine.listener() not in (None, ctx.store.engine_listener):
-        # It died while it was paused, and what does not admit requests is one that still starts.
-        raise GateError(ErrorReason.ENGINE_UNREACHABLE, "another engine process listens than the one that was paused")
-    ctx.store.paused = True
+    listener = ctx.engine.listener()
+    recorded = listener in (None, ctx.store.engine_listener)
+    # Of another process, what does not admit requests is one that still starts, unless it was seen to admit them.
+    if recorded or ctx.store.seen_listener == listener:
+        ctx.store.put_paused(True, listener)
+    if not recorded:
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, "another engine process listens than the one that was to pause")
 
 
 async def _see_admitting(ctx: GateContext, ends: float) -> None:
@@ -151,6 +160,7 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
     An engine that this gate paused, or was about to resume or pause when the gate died, does not admit any; that it
     did once, before, is then enough. One that never did can not be told from one that is ill.
     """
+    before = ctx.engine.listener()
     view = await ctx.engine.adapter.view(STATUS_SECONDS)
     if view.admitting is False and (ctx.store.paused or ctx.engine.adapter.tells_pause):
         return
@@ -159,8 +169,11 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
         return  # healing may generate a token, which an engine without its memory does not survive
     heal = max(min(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS, ends - time.monotonic()), MIN_SECONDS)
     if view.admitting or await ctx.engine.adapter.heal_readiness(heal):
-        if not seen:
-            ctx.store.seen_admitting = True
+        listener = ctx.engine.listener()
+        if before not in (None, listener):  # which of the two was seen is not known; a pause would reach the other one
+            raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine's process ended just now")
+        if not seen or listener not in (None, ctx.store.engine_listener):
+            ctx.store.saw_admitting(listener)
     elif not seen or not view.reachable:
         raise GateError(
             ErrorReason.ENGINE_UNREACHABLE, "the engine has never been ready, so a pause could not be told from that"
@@ -193,7 +206,7 @@ async def resume(ctx: GateContext, request: OperationRequest) -> Result:
         raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine does not tell its weight label")
     await check_resume(ctx, request)  # the label may just have voided the proof
     rules.same_instance(ctx.store.engine_instance, view.instance)
-    ctx.store.paused = False
+    ctx.store.put_paused(False)
     try:
         await ctx.engine.adapter.resume()
     except CallError as e:

@@ -150,7 +150,7 @@ class Gate:
         again = known is not None and self.store.incarnation is not None
         with self.store.transaction():
             if again:
-                self.store.forget_process(secrets.token_hex(16))
+                self.store.forget_process(secrets.token_hex(16), found)
                 self.store.engine_instance = None  # of the one before; it is told anew
                 self.store.met_before_told = True
             self.store.engine_listener = found

@@ -182,20 +182,28 @@ class Store:
     @property
     def paused(self) -> bool:
         """A pause was verified and no resume was asked since. Says nothing while the engine admits requests."""
-        return bool(self._get("paused"))
+        return bool(self._get("paused")) and self._get("pausedListener") in (None, self.engine_listener)
 
-    @paused.setter
-    def paused(self, value: bool) -> None:
+    def put_paused(self, value: bool, listener: str | None = None) -> None:
+        """``listener``: the socket of the process that was paused; None: not known, the one of this record."""
         self._put("paused", value)
+        self._put("pausedListener", listener)
 
     @property
     def seen_admitting(self) -> bool:
         """The engine was seen to admit requests once, so "not ready" has another cause than never having started."""
-        return bool(self._get("seenAdmitting"))
+        return bool(self._get("seenAdmitting")) and self.seen_listener in (None, self.engine_listener)
 
-    @seen_admitting.setter
-    def seen_admitting(self, value: bool) -> None:
-        self._put("seenAdmitting", value)
+    @property
+    def seen_listener(self) -> str | None:
+        """The socket of the process that was seen to; None: not known, the one of this record."""
+        value: str | None = self._get("seenListener")
+        return value
+
+    def saw_admitting(self, listener: str | None) -> None:
+        """The engine admits requests. ``listener``: its socket, if known."""
+        self._put("seenAdmitting", True)
+        self._put("seenListener", listener)
 
     @property
     def checksum_meaningful(self) -> bool | None:
@@ -256,12 +264,18 @@ class Store:
     def router_add_since_ms(self, value: int | None) -> None:
         self._put("routerAddSinceMs", value)
 
-    def forget_process(self, incarnation: str) -> None:
+    def forget_process(self, incarnation: str, listener: str | None = None) -> None:
         """Another engine process stands beside this gate: what was proven, paused, loaded or released is not its own.
 
         Fence, enrolment, staged bytes and the log of operations stay; what had no known end ended with its process.
+        ``listener``: the socket of the process that is met. An order may have reached it before it was met, and found
+        it ready, or paused it: that stays known, for where the engine does not tell it nobody could find it out again.
         """
-        for key in ("paused", "seenAdmitting", "checksumMeaningful", "holds", "loadContext", "memory"):
+        for flag, its in (("paused", "pausedListener"), ("seenAdmitting", "seenListener")):
+            if listener is None or self._get(its) != listener:
+                self._put(flag, None)
+                self._put(its, None)
+        for key in ("checksumMeaningful", "holds", "loadContext", "memory"):
             self._put(key, None)
         self._db.execute("DELETE FROM loads")
         self.settle([r.id for r in self.unsettled()])
