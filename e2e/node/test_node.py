@@ -165,6 +165,8 @@ def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
     engine = fleet.engines()[0]["metadata"]["name"]
     assert "serving tiny (numpy)" in node.kubectl("logs", engine, "-n", NEW, "-c", "engine")
     assert "uid=65532" in node.kubectl("exec", engine, "-n", NEW, "-c", "gate", "--", "id")
+    # The kernel tells a gate without any rights who listens beside it.
+    assert "the engine listens" in node.kubectl("logs", engine, "-n", NEW, "-c", "gate")
     # By the Service's name, as the trainer does it.
     url = "http://engines.demo.svc.cluster.local:30000/model_info"
     script = f"import urllib.request as u; print(u.urlopen('{url}').status)"

@@ -48,7 +48,7 @@ def test_another_socket_at_the_same_address_is_another_answer(listen: Listen) ->
     assert ask() not in (None, before)
 
 
-def test_the_answer_names_the_boot_that_inodes_count_for(listen: Listen) -> None:
+def test_the_answer_names_the_boot_that_it_counts_for(listen: Listen) -> None:
     host = address()
     port = free_port(host)
     listen(host, port)
@@ -96,5 +96,11 @@ def test_localhost_is_either_loopback_address(listen: Listen) -> None:
     assert engine_listener(f"http://localhost:{port}")() is not None
 
 
-def test_no_table_is_no_answer(tmp_path: Path) -> None:
-    assert engine_listener("http://127.0.0.1:30000", tmp_path)() is None
+def test_where_the_kernel_does_not_tell_there_is_no_answer(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as gVisor's, which knows no such family of sockets."""
+    host = address()
+    port = free_port(host)
+    listen(host, port)
+    assert engine_listener(f"http://{host}:{port}")() is not None
+    monkeypatch.setattr("rlfleet.gate.listener._NETLINK_SOCK_DIAG", 31)
+    assert engine_listener(f"http://{host}:{port}")() is None

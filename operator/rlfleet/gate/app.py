@@ -155,7 +155,9 @@ class Gate:
                 self.store.met_before_told = True
             self.store.engine_listener = found
         self._met += 1
-        if again:
+        if not again:
+            log.info("the engine listens", extra={"listener": found})
+        else:
             log.error("another engine process listens", extra={"incarnation": self.store.incarnation})
             self.ctx.engine.forget()
         return True

@@ -3,45 +3,66 @@
 An engine's container that restarts keeps its pod, its address and its gate, and most engines do not say which process
 of theirs answers. The kubelet tells it late: a pause in between would be recorded for the process before.
 
+The question is sock_diag(7), for listening sockets only. ``/proc/net/tcp`` would tell the same, but to read its first
+line the kernel walks through the connections of the whole node.
+
 Invariant: two different answers are two different sockets, so two processes; whatever is not certain is None.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
+import logging
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-#: State LISTEN in the kernel's tables (include/net/tcp_states.h).
-_LISTEN = "0A"
+log = logging.getLogger(__name__)
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: Numbers of linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h and net/tcp_states.h.
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_NLM_F_REQUEST, _NLM_F_DUMP, _NLM_F_DUMP_INTR = 0x1, 0x300, 0x10
+_TCP_LISTEN = 10
+#: struct nlmsghdr; then of inet_diag_req_v2: family, protocol, extensions, states; the rest of it is zero: any socket.
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBxI48x")
+#: struct inet_diag_msg: family, state; source port; source address; cookie, unique since the node booted.
+_MESSAGE = struct.Struct("!BBxxH2x16s16x4xQ")
+#: The kernel answers at once; a limit all the same, for nothing else runs in the gate meanwhile.
+_SECONDS = 1.0
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def engine_listener(engine_url: str, tables: Path = Path("/proc/net")) -> Callable[[], str | None]:
-    """A question for the socket that listens at ``engine_url``: its inode, with the boot of the node it counts for.
+def engine_listener(engine_url: str) -> Callable[[], str | None]:
+    """A question for the socket that listens at ``engine_url``: its cookie, with the boot of the node it counts for.
 
     It answers None while nobody listens, and where nothing certain can be said: the URL is not one of this network
-    namespace (no loopback address), several sockets share the port, or there is no such table (not Linux, gVisor).
-    The format of the tables is that of proc_pid_net(5) and of the kernel's Documentation/networking/proc_net_tcp.rst.
+    namespace (no loopback address), several sockets share the port, or the kernel does not tell (not Linux, gVisor).
     """
     parts = urlsplit(engine_url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     hosts = _loopback(parts.hostname or "")
 
     def ask() -> str | None:
-        found: dict[_Address, list[str]] = {}
-        for address, inode in _listeners(tables, port) if hosts else ():
-            found.setdefault(address, []).append(inode)
-        exact = [inode for host in hosts for inode in found.get(host, [])]
+        try:
+            found = (
+                [s for family in (socket.AF_INET, socket.AF_INET6) for s in _listening(family, port)] if hosts else []
+            )
+        except OSError as e:
+            log.debug("the kernel does not tell who listens: %s", e)
+            return None
         # A socket at the address itself takes precedence over one at all addresses.
-        inodes = exact or [inode for address, at in found.items() if address.is_unspecified for inode in at]
-        return f"{_boot()}:{inodes[0]}" if len(inodes) == 1 else None
+        cookies = [cookie for address, cookie in found if address in hosts]
+        cookies = cookies or [cookie for address, cookie in found if address.is_unspecified]
+        return f"{_boot()}:{cookies[0]:x}" if len(cookies) == 1 else None
 
     return ask
 
@@ -56,33 +77,36 @@ def _loopback(host: str) -> tuple[_Address, ...]:
     return (address,) if address.is_loopback else ()
 
 
-def _listeners(tables: Path, port: int) -> Iterator[tuple[_Address, str]]:
-    for name in ("tcp", "tcp6"):
-        try:
-            with (tables / name).open() as table:
-                next(table, None)
-                for line in table:
-                    _, local, _, state, *rest = line.split()
-                    # Those that listen come first. Connections, of which an engine has thousands, are not read.
-                    if state != _LISTEN:
-                        break
-                    address, _, number = local.partition(":")
-                    if int(number, 16) == port:
-                        yield _address(address), rest[5]
-        except OSError:
-            continue
+def _listening(family: socket.AddressFamily, port: int) -> Iterator[tuple[_Address, int]]:
+    """Address and cookie of each socket that listens at ``port``. OSError: the kernel does not tell all of them."""
+    size = 4 if family == socket.AF_INET else 16
+    for message in _dump(_REQUEST.pack(family, socket.IPPROTO_TCP, 0, 1 << _TCP_LISTEN)):
+        _, state, at, source, cookie = _MESSAGE.unpack_from(message)
+        if (state, at) == (_TCP_LISTEN, port):
+            address = ipaddress.ip_address(source[:size])
+            yield getattr(address, "ipv4_mapped", None) or address, cookie
 
 
-def _address(text: str) -> _Address:
-    """An address of the tables: words of four bytes, each in the order of the machine, which is little endian."""
-    raw = b"".join(bytes.fromhex(word)[::-1] for word in re.findall("." * 8, text))
-    address = ipaddress.ip_address(raw)
-    return getattr(address, "ipv4_mapped", None) or address
+def _dump(request: bytes) -> Iterator[bytes]:
+    flags = _NLM_F_REQUEST | _NLM_F_DUMP
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(_SECONDS)
+        kernel.send(_HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, flags, 1, 0) + request)
+        while True:
+            answer = kernel.recv(1 << 16)
+            while answer:
+                length, kind, flags, _, _ = _HEADER.unpack_from(answer)
+                if kind == _NLMSG_DONE:
+                    return
+                if kind == _NLMSG_ERROR or flags & _NLM_F_DUMP_INTR:
+                    raise OSError(f"sock_diag: message {kind}, flags {flags:#x}")
+                yield answer[_HEADER.size : length]
+                answer = answer[(length + 3) & ~3 :]
 
 
 @cache
 def _boot() -> str:
-    """Inodes of sockets are counted anew when the node boots, while the gate's record may outlive that."""
+    """Cookies are counted anew when the node boots, while the gate's record may outlive that."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
