@@ -14,7 +14,17 @@ from e2e.scenarios.kit import TERMINAL, wait_until
 from e2e.scenarios.test_disruption import allowed, evict
 from e2e.sim.device import ledger
 from rlfleet.api import labels
-from tests.fault.scenarios import DISK, LIMIT, Arm, Round, Scenario, State, everybody_serves, plain_round
+from tests.fault.scenarios import (
+    DISK,
+    LIMIT,
+    Arm,
+    Round,
+    Scenario,
+    State,
+    awaits_next,
+    everybody_serves,
+    plain_round,
+)
 
 NODE = "hollow-000"
 SHARED, OWN = f"GPU-{NODE}-00", f"GPU-{NODE}-01"
@@ -128,7 +138,8 @@ class Restarted(Round):
             self.crashed = True
 
     def over(self) -> bool:
-        return self.crashed and self.process() not in ("", self.before) and super().over() and self.is_current()
+        replaced = self.crashed and self.process() not in ("", self.before)
+        return replaced and super().over() and (self.is_current() or awaits_next(self.stand))
 
     def end_state(self) -> State:
         found = super().end_state()
