@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from e2e.node.images import SOURCES, digest_of
+from e2e.node.images import SOURCES, digest_of, stage_ends
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,3 +82,22 @@ def test_an_image_is_built_anew_when_anything_changes_that_the_dockerfile_copies
     assert len(seen) == 4
     (tmp_path / "elsewhere").write_text("3")
     assert digest_of(tmp_path, "base") in seen
+
+
+def test_the_last_step_of_each_stage_of_a_build_is_found_whether_it_was_made_or_taken_from_the_cache() -> None:
+    said = """[1/9] STEP 1/2: FROM localhost/base AS locks
+[1/9] STEP 2/2: RUN echo --> no step
+--> Using cache ae34f5558054918472c76db3902a212fa5637535b9bbf37890e99c5cf3d6b26b
+--> ae34f555805
+[6/9] STEP 1/3: FROM localhost/base AS program
+[6/9] STEP 2/3: WORKDIR /src
+--> 1cf41e762eb
+[6/9] STEP 3/3: COPY --from=locks /src /src
+--> 80a228e557f
+[9/9] STEP 1/1: FROM localhost/base AS engine
+[9/9] COMMIT localhost/rlfleet/engine:dev
+--> b641ebbae15
+Successfully tagged localhost/rlfleet/engine:dev
+b641ebbae15d7b505aba1bf8f7b970b1d9c131d1245ef8bdfe01835b44088795
+"""
+    assert stage_ends(said) == {"1": "ae34f555805", "6": "80a228e557f", "9": "b641ebbae15"}

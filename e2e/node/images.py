@@ -2,20 +2,26 @@
 
 Everything built is kept in the cache folder, in a store of its own, so a second build of unchanged sources takes
 seconds. Where no base image can be pulled, one is made of Debian's packages with debootstrap, once.
+
+Invariant: that store holds the images and the steps that led to them, which the next build starts from, and nothing of
+builds before or of builds that were killed. One process at a time works in it. What docker builds is docker's, and
+nothing of its store is removed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +51,8 @@ SOURCES = (
     "e2e/scenarios/publisher.py",
 )  # fmt: skip
 _SOURCES_LABEL = "dev.rlfleet.sources"
+#: Names for the last step of each stage of a build: what has a name is not removed with what no build needs any more.
+_STAGES = "localhost/rlfleet/stage"
 #: A machine whose package index has an authority of its own: the build trusts whom the machine trusts.
 _TRUST = ("/etc/ssl/certs", "/usr/local/share/ca-certificates", "/usr/share/ca-certificates")
 
@@ -85,9 +93,13 @@ class Builder:
 
     def build(self, targets: Sequence[str] = TARGETS, *, context: Path = ROOT, tag: str = TAG) -> dict[str, str]:
         """Builds the targets from the Dockerfile in ``context``; returns the identity of each image."""
+        with self._alone():
+            return self._build(targets, context, tag)
+
+    def _build(self, targets: Sequence[str], context: Path, tag: str) -> dict[str, str]:
         base = self._base or ("" if self._docker else self._local_base())
         sources = digest_of(context, base, "" if self._docker or self._base else self.identity(base))
-        found = {}
+        found, built = {}, 0
         for target in targets:
             name, began = name_of(target, tag), time.monotonic()
             if self._label(name) == sources:
@@ -105,10 +117,53 @@ class Builder:
                 self._run("docker", "build", *arguments, str(context))
             else:
                 trust = [f"--volume={path}:{path}:ro" for path in _TRUST if Path(path).is_dir()]
-                self._buildah("bud", "--layers", "--isolation=chroot", *trust, *arguments, str(context))
+                said = self._buildah("bud", "--layers", "--isolation=chroot", *trust, *arguments, str(context))
+                self._keep(f"{_STAGES}:{target}-{tag}-", stage_ends(said))
+                built += 1
             found[target] = self.identity(name)
             self._say(f"{name}: {self.size(name) / 1e6:.0f} MB, {time.monotonic() - began:.0f} s")
+        if built:
+            self._prune()
         return found
+
+    def _keep(self, beginning: str, ends: Mapping[str, str]) -> None:
+        """Names the last step of each stage (number -> image), instead of those of the build before."""
+        for stage, image in ends.items():
+            self._buildah("tag", image, f"{beginning}{stage}")
+        wanted = {f"{beginning}{stage}" for stage in ends}
+        if stale := [n for n in self._names() if n.startswith(beginning) and n not in wanted]:
+            self._buildah("rmi", *stale)
+
+    def _prune(self) -> None:
+        """Removes what neither an image nor its next build needs, and says what that came to."""
+        before = self._disk()
+        self._buildah("rmi", "--prune")
+        after = self._disk()
+        freed = f"; {(before - after) / 1e9:.1f} GB of earlier builds removed" if before > after else ""
+        self._say(f"images and their build cache: {after / 1e9:.1f} GB{freed}")
+
+    def _disk(self) -> int:
+        return int(self._run("du", "--summarize", "--block-size=1", str(self._folder / "storage")).split()[0])
+
+    def _names(self) -> list[str]:
+        return [n for entry in json.loads(self._buildah("images", "--json")) for n in entry.get("names") or []]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else works in the store; what killed processes left there is gone."""
+        if self._docker:
+            yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._say("another process works with the images: waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            shutil.rmtree(self._folder / "scratch", ignore_errors=True)
+            self._buildah("rm", "--all")
+            yield
 
     def identity(self, name: str) -> str:
         """The image's own identity: another one after any change."""
@@ -154,7 +209,7 @@ class Builder:
         if node.holds_image(name, identity):
             return
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
+        with self._alone(), tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
             if self._docker:
                 archive = Path(folder) / "image.tar"
                 self._run("docker", "save", f"--output={archive}", name)
@@ -168,7 +223,7 @@ class Builder:
         self._say(f"{name}: imported ({travelled / 1e6:.0f} MB), {time.monotonic() - began:.0f} s")
 
     def _local_base(self) -> str:
-        if any(LOCAL_BASE in (entry.get("names") or []) for entry in json.loads(self._buildah("images", "--json"))):
+        if LOCAL_BASE in self._names():
             return LOCAL_BASE
         self._say(f"{LOCAL_BASE}: made of Debian's packages once (about 2 minutes)")
         with tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
@@ -202,6 +257,17 @@ class Builder:
             words = " ".join(w for w in command[:6] if not w.startswith("--root"))
             raise ClusterError(f"{words} ...:\n{(done.stdout[-2000:] + done.stderr[-3000:]).strip()}")
         return done.stdout
+
+
+def stage_ends(said: str) -> dict[str, str]:
+    """The last image of each stage, by the stage's number, from what ``buildah bud --layers`` says of its steps."""
+    ends, stage = {}, ""
+    for line in said.splitlines():
+        if begun := re.match(r"\[(\d+)/\d+\] STEP ", line):
+            stage = begun[1]
+        elif stage and (made := re.fullmatch(r"--> ([0-9a-f]{11,64})", line.strip())):
+            ends[stage] = made[1]
+    return ends
 
 
 def digest_of(context: Path, *more: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -86,6 +87,35 @@ def test_crashed_engine_is_replaced_under_a_new_identity(fleet: Fleet) -> None:
     failed = wait_until(failures, "an Event about it")
     assert len(failed) == 1
     assert "exit code 137" in failed[0]["note"]
+
+
+def test_an_eviction_that_the_pod_s_status_keeps_to_itself_is_told_in_the_kubelet_s_words(fleet: Fleet) -> None:
+    """A kubelet loses its reason where every container ends with code 0 at once; its Event was written before."""
+    fleet.pipeline()
+    fleet.pool(1)
+    (pod,) = fleet.ready_engines(1)
+    meta = pod["metadata"]
+    about = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "namespace": fleet.namespace, "uid": meta["uid"]}
+    fleet.cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{meta['name']}.evicted", "namespace": fleet.namespace},
+            "involvedObject": about,
+            "reason": "Evicted",
+            "message": "Usage of EmptyDir volume exceeds the limit",
+            "source": {"component": "kubelet", "host": pod["spec"]["nodeName"]},
+            "type": "Warning",
+        }
+    )
+    os.kill(fleet.cluster.hollow.pid(fleet.namespace, meta["name"], "engine"), signal.SIGTERM)
+
+    def told() -> list[str]:
+        events = fleet.cluster.get("events.events.k8s.io", "-n", fleet.namespace)["items"]
+        return [str(e["note"]) for e in events if e["reason"] == "PodFailed"]
+
+    (note,) = wait_until(told, "an Event about it")
+    assert note.endswith(f"({meta['name']}) failed: Evicted: Usage of EmptyDir volume exceeds the limit")
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ UNUSED: dict[tuple[str, str], str] = {
     ("get", "pods"): "whether a pod of the same name is ours, and whether the pod of a trainer or claim is gone",
     ("get", "syncrounds.rlfleet.dev"): "a round as it stands, after a write that lost against another",
     ("patch", "events.events.k8s.io"): "an Event that repeats is counted on",
+    ("list", "events.events.k8s.io"): "why the kubelet evicted a pod whose status does not say so",
     ("delete", "resourceclaims.resource.k8s.io"): "a train block that is taken out of its pipeline",
     ("create", "poddisruptionbudgets.policy"): "the budget of a new pool",
     ("update", "poddisruptionbudgets.policy"): "a budget follows its pool's spec",

@@ -27,7 +27,7 @@ ALLOWED = [
     *((verb, "poddisruptionbudgets.policy", "x") for verb in ("get", "list", "create", "update", "delete")),
     ("create", "pods/eviction", "x"),
     ("create", "events.events.k8s.io", "x"),
-    ("patch", "events.events.k8s.io", "x"),
+    *((verb, "events.events.k8s.io", "x") for verb in ("patch", "list")),
     ("watch", "customresourcedefinitions.apiextensions.k8s.io", ""),
     ("create", "secrets", OPERATOR_NAMESPACE),
     ("get", "secrets/rlfleet-signing-key", OPERATOR_NAMESPACE),

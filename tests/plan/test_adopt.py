@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rlfleet.plan.adopt import Adopted, adopted, believed, engine_process, indices, is_home
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.elastic import ceiling, wish
+from rlfleet.plan.endings import disruption_of
 from rlfleet.plan.holding import on_failure_of
-from rlfleet.plan.lifecycle import adopted_fact, disruption_of, pod_fact
+from rlfleet.plan.lifecycle import adopted_fact, pod_fact
 from rlfleet.plan.pool import PoolView, plan_pods
 from rlfleet.plan.repair import Act, needs
 from rlfleet.plan.rounds import Committed, can_join

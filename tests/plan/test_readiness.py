@@ -136,13 +136,3 @@ def test_a_pod_s_condition_is_read(conditions: list[str], current: bool) -> None
     assert pod_fact(pod, owner_uid="pool-uid").current is current
     del pod["spec"]["readinessGates"]
     assert pod_fact(pod, owner_uid="pool-uid").current is None
-
-
-def test_what_ended_the_whole_pod_explains_the_engine_s_end() -> None:
-    pod = build_pod(pool(), 0, "a-0", public_keys={})
-    pod["metadata"]["uid"] = "u"
-    ended = {"name": "engine", "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
-    pod["status"] = {"phase": "Failed", "containerStatuses": [ended]}
-    assert pod_fact(pod, owner_uid="pool-uid").failure == "engine ended with exit code 137 (Error)"
-    pod["status"] |= {"reason": "Evicted", "message": "Usage exceeds the limit"}
-    assert pod_fact(pod, owner_uid="pool-uid").failure == "Evicted: Usage exceeds the limit"

@@ -189,7 +189,7 @@ volumes:
   verbs: [create]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create, patch, list]
 {{- with .Values.routerKeySecrets }}
 # Keys of routers (EnginePool.spec.routers[].adminKeySecretRef), for entries whose engines are gone.
 - apiGroups: [""]

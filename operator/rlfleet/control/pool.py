@@ -16,7 +16,7 @@ from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
-from rlfleet.control import pool_adopt, pool_gates, pool_pods, routers, workers
+from rlfleet.control import pool_adopt, pool_endings, pool_gates, pool_pods, routers, workers
 from rlfleet.control.context import Context
 from rlfleet.control.pool_budget import ensure_budget, rolling
 from rlfleet.control.pool_elastic import Sleepers, facts_for_conditions, sleepers
@@ -151,7 +151,7 @@ class PoolReconciler:
         failed, lost = memory.see(facts, ctx.now_ms())
         if mine is None:
             memory.keep_indices(wanted_pods(pool))
-        pool_pods.report_endings(ctx, pool, failed, lost)
+        pool_endings.report(ctx, pool, await pool_endings.explain(ctx, pool, failed, memory), lost)
 
         out = pool_pods.Outcome(problems=problems, unknown=seen.unknown)
         fence = int(status.get("fence") or 0)
@@ -213,7 +213,7 @@ class PoolReconciler:
             await pool_pods.delete_pods(ctx, pool, plan.delete, out)
 
         out.waits = turn.waits
-        present = self._facts(pool) if mine is None else mine.engines(facts)
+        present = memory.explained(self._facts(pool) if mine is None else mine.engines(facts))
         sleep = sleepers(pool, pipeline, present, plan.draining, memory)
         rows = rows_of(ctx, pool, present, plan, pipeline, found, memory, sleep, slots)
         await write_readiness(ctx, pool, rows, out, operating=bool(status.get("activeOperation")))

@@ -8,7 +8,7 @@ pods can not be made, and how often engines failed to start is taken over from s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlfleet.api.timestamps import epoch_ms
@@ -60,6 +60,8 @@ class PoolMemory:
     counted: set[str] = field(default_factory=set)
     ending: dict[str, int] = field(default_factory=dict)
     """Ends that were not told yet, and since when: the kubelet says why (evicted) only with the pod's last phase."""
+    words: dict[str, str] = field(default_factory=dict)
+    """Why pods ended that are still there, where only the kubelet's Events say so."""
     swept: set[str] = field(default_factory=set)
     """UIDs whose addresses are looked for in the routers again, now that their pods are gone."""
     processes: dict[str, str] = field(default_factory=dict)
@@ -135,6 +137,10 @@ class PoolMemory:
                 del self.ending[fact.uid]
                 failed.append(fact)
         return failed, lost
+
+    def explained(self, facts: Iterable[PodFact]) -> list[PodFact]:
+        """The same pods, with what is known besides of why they ended."""
+        return [replace(f, failure=self.words[f.uid]) if f.uid in self.words else f for f in facts]
 
     def held_back(self, now_ms: int) -> dict[int, float]:
         """Indices whose replacement waits, with the seconds that are left."""
@@ -223,6 +229,7 @@ class PoolMemory:
             self.loading_since,
             self.processes,
             self.ending,
+            self.words,
         ):
             known.pop(uid, None)
         self.silence.heard(uid)

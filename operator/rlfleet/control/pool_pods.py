@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rlfleet.api import labels, naming
+from rlfleet.api import labels
 from rlfleet.api.conditions import Reason
 from rlfleet.control.context import Context
 from rlfleet.control.pool_memory import Departure, PoolMemory
@@ -247,16 +247,3 @@ async def delete_pods(ctx: Context, pool: Obj, actions: Sequence[Delete], out: O
     if shrunk:
         note = f"Deleted {len(shrunk)} engine pod{'s' * (len(shrunk) != 1)}: {ranges(shrunk)}"
         ctx.events.record(pool, "Normal", Reason.POD_DELETED.value, note, action="DeletePods")
-
-
-def report_endings(ctx: Context, pool: Obj, failed: Sequence[PodFact], lost: Sequence[PodFact]) -> None:
-    """One Event for what failed and one for what vanished, however many there are."""
-    name = pool["metadata"]["name"]
-    for reason, pods, word in ((Reason.POD_FAILED, failed, "failed"), (Reason.POD_LOST, lost, "vanished")):
-        if pods:
-            first = pods[0]
-            more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
-            why = f": {first.failure}" if first.failure else ""
-            who = f"{naming.engine_name(name, first.index)} ({first.name})" if first.index >= 0 else first.name
-            note = f"{who}{more} {word}{why}"
-            ctx.events.record(pool, "Warning", reason.value, note, action="ReplacePods")

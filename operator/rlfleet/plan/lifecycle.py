@@ -21,6 +21,7 @@ from rlfleet.api.wire import EngineState as Process
 from rlfleet.api.wire import ErrorReason, GateStatus, OperationState
 from rlfleet.plan.adopt import engine_process
 from rlfleet.plan.asleep import is_offloaded, is_touched
+from rlfleet.plan.endings import Ending, ending_of
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Committed
 from rlfleet.plan.template import ENGINE, TLS_DIR_ENV, gate_variable
@@ -74,6 +75,8 @@ class PodFact:
     deleting: bool = False
     finished: bool = False
     failure: str = ""
+    unexplained: bool = False
+    """Its engine ended as if it was asked to, and its status does not say by whom."""
     template_hash: str = ""
     assignment: str = ""
     owned: bool = True
@@ -155,6 +158,7 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
     # Where the container may restart in place its end is not the pod's.
     for_good = ((pod.get("spec") or {}).get("restartPolicy") or "Never") == "Never"
     finished = phase in ("Failed", "Succeeded") or (for_good and "terminated" in state)
+    ending = ending_of(pod, state) if finished else Ending(_waiting(status))
     return PodFact(
         name=meta["name"],
         uid=meta["uid"],
@@ -168,7 +172,8 @@ def pod_fact(pod: Mapping[str, Any], *, owner_uid: str) -> PodFact:
         started=bool(engine.get("started")) or "running" in state,
         deleting="deletionTimestamp" in meta,
         finished=finished,
-        failure=_ending(status, state) if finished else _waiting(status),
+        failure=ending.text,
+        unexplained=ending.unexplained,
         template_hash=marks.get(labels.TEMPLATE_HASH, ""),
         assignment=marked.get(labels.DEVICES) or marked.get(labels.SLOT) or "",
         owned=owner.get("uid") == owner_uid,
@@ -193,25 +198,6 @@ def adopted_fact(pod: Mapping[str, Any], index: int) -> PodFact:
     return replace(
         fact, index=index, owned=True, template_hash="", assignment="", process=engine_process(pod), serving=False
     )
-
-
-def disruption_of(pod: Mapping[str, Any]) -> str:
-    """Why others are about to end the pod (eviction, preemption, drain, taint), in the API's words; empty: none is."""
-    for c in (pod.get("status") or {}).get("conditions") or []:
-        if c.get("type") == "DisruptionTarget" and c.get("status") == "True":
-            return ": ".join(str(c[k]) for k in ("reason", "message") if c.get(k)) or "DisruptionTarget"
-    return ""
-
-
-def _ending(status: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    # What ended the pod as a whole (Evicted, for instance) explains the engine's end, not the other way round.
-    known = ": ".join(str(status[k]) for k in ("reason", "message") if status.get(k))
-    ended = engine.get("terminated")
-    if ended and not known:
-        signal = f", signal {ended['signal']}" if ended.get("signal") else ""
-        text = f"engine ended with exit code {ended.get('exitCode')}{signal}"
-        return f"{text} ({ended['reason']})" if ended.get("reason") else text
-    return known or f"pod is {status.get('phase')}"
 
 
 def _waiting(status: Mapping[str, Any]) -> str:

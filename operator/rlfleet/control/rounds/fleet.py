@@ -31,8 +31,9 @@ from rlfleet.plan.dra import claim_evidence, engine_uses
 from rlfleet.plan.drops import is_unwanted
 from rlfleet.plan.dynamo import Listing
 from rlfleet.plan.elastic import ceiling, last_asleep, last_draining, wish
+from rlfleet.plan.endings import disruption_of
 from rlfleet.plan.identity import is_poisoned
-from rlfleet.plan.lifecycle import disruption_of, pod_fact
+from rlfleet.plan.lifecycle import pod_fact
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.topology import Device
 

@@ -14,7 +14,7 @@ from typing import Any
 from rlfleet.api import labels, naming, wire
 from rlfleet.control.peers import Peer
 from rlfleet.plan.adopt import made_by_pool
-from rlfleet.plan.lifecycle import disruption_of
+from rlfleet.plan.endings import disruption_of
 from rlfleet.plan.pods import CHECKPOINT_DIR_ENV
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Engine
