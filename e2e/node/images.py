@@ -139,7 +139,7 @@ class Builder:
         before = self._disk()
         self._buildah("rmi", "--prune")
         after = self._disk()
-        freed = f"; {(before - after) / 1e9:.1f} GB of earlier builds removed" if before > after else ""
+        freed = f"; {(before - after) / 1e6:.0f} MB of earlier builds removed" if before > after else ""
         self._say(f"images and their build cache: {after / 1e9:.1f} GB{freed}")
 
     def _disk(self) -> int:

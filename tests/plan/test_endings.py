@@ -13,8 +13,8 @@ from tests.plan.pool_kit import pool
 
 KILLED = {"exitCode": 137, "reason": "Error"}
 COMPLETED = {"exitCode": 0, "reason": "Completed"}
-TARGET = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": "low on memory"}
-EVICTED = {"reason": "Evicted", "message": "Usage exceeds the limit"}
+TARGET = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": "low on memory. "}
+EVICTED = {"reason": "Evicted", "message": "Usage exceeds the limit "}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ EVICTED = {"reason": "Evicted", "message": "Usage exceeds the limit"}
         (
             COMPLETED,
             {"phase": "Succeeded", "conditions": [TARGET]},
-            "TerminationByKubelet: low on memory (engine ended with exit code 0 (Completed))",
+            "TerminationByKubelet: low on memory. (engine ended with exit code 0 (Completed))",
             False,
         ),
         (COMPLETED, EVICTED, "Evicted: Usage exceeds the limit", False),

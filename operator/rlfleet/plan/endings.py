@@ -26,7 +26,7 @@ def disruption_of(pod: Mapping[str, Any]) -> str:
     """Why others are about to end the pod (eviction, preemption, drain, taint), in the API's words; empty: none is."""
     for c in (pod.get("status") or {}).get("conditions") or []:
         if c.get("type") == "DisruptionTarget" and c.get("status") == "True":
-            return ": ".join(str(c[k]) for k in ("reason", "message") if c.get(k)) or "DisruptionTarget"
+            return _words(c) or "DisruptionTarget"
     return ""
 
 
@@ -34,7 +34,7 @@ def ending_of(pod: Mapping[str, Any], engine: Mapping[str, Any]) -> Ending:
     """Why a pod that is over ended. ``engine``: the state of the engine's container."""
     status = pod.get("status") or {}
     # What ended the pod as a whole (Evicted, for instance) explains the engine's end, not the other way round.
-    if known := ": ".join(str(status[k]) for k in ("reason", "message") if status.get(k)):
+    if known := _words(status):
         return Ending(known)
     ended: Mapping[str, Any] | None = engine.get("terminated")
     text = _exit(ended) if ended else f"pod is {status.get('phase')}"
@@ -50,6 +50,11 @@ def evictions(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for e in events
         if e.get("reason") == EVICTED and (e.get("regarding") or {}).get("kind") == "Pod"
     }
+
+
+def _words(said: Mapping[str, Any]) -> str:
+    # The kubelet's messages may end with a space.
+    return ": ".join(str(said[k]).strip() for k in ("reason", "message") if said.get(k))
 
 
 def _exit(ended: Mapping[str, Any]) -> str:
