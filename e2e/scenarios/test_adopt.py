@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from e2e.scenarios.kit import ROOT, Fleet, condition, wait_until
+from e2e.scenarios.adopting import SYNC, example, guide, incarnation, keys, message, says, shell, states
+from e2e.scenarios.kit import Fleet, condition, wait_until
 
 pytestmark = pytest.mark.cluster
-
-ENGINE = [
-    "python", "-m", "e2e.sim.engine", "--host", "$(POD_IP)", "--port", "30000", "--backend", "numpy",
-    "--no-health-generation",
-]  # fmt: skip
-SYNC = {"deadlines": {"pendingSeconds": 30, "stagingSeconds": 30, "pausedSeconds": 30}, "drainSeconds": 2}
-POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-
-
-def example() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The documented StatefulSet and pool, with a reference engine in place of SGLang."""
-    workload, pool = yaml.safe_load_all((ROOT / "docs/examples/adopt.yaml").read_text())
-    engine = workload["spec"]["template"]["spec"]["containers"][0]
-    engine.pop("args")
-    engine.update({"command": ENGINE, "env": [POD_IP]})
-    workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 1
-    pool["spec"]["pipeline"] = "p"
-    return workload, pool
-
-
-def guide(fleet: Fleet, folder: Path) -> list[str]:
-    """The guide's blocks of commands."""
-    page = (ROOT / "docs/guides/adopt.md").read_text()
-    found = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (folder / "docs/examples").mkdir(parents=True)
-    (folder / "docs/examples/adopt.yaml").write_text(yaml.safe_dump_all(example()))
-    return [block.replace("rlpipeline demo", "rlpipeline p") for block in found]
-
-
-def shell(fleet: Fleet, folder: Path, commands: str) -> str:
-    """Run commands of the guide in the test's namespace."""
-    programs = fleet.cluster.program("kubectl").parent
-    kubectl = f'kubectl() {{ command kubectl -n {fleet.namespace} "$@"; }}\n'
-    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(fleet.cluster.kubeconfig)}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", kubectl + commands],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=360, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def pods_of(fleet: Fleet) -> list[dict[str, Any]]:
@@ -62,32 +19,10 @@ def pods_of(fleet: Fleet) -> list[dict[str, Any]]:
     return sorted(listed, key=lambda p: str(p["metadata"]["name"]))
 
 
-def states(fleet: Fleet, name: str = "adopted") -> dict[str, str]:
-    """State of each engine by pod name, as status shows it."""
-    return {e["name"]: e["state"] for e in fleet.status("enginepool", name).get("engines") or []}
-
-
-def message(obj: dict[str, Any], kind: str) -> tuple[str, str]:
-    """Reason and message of a condition."""
-    conditions = (obj.get("status") or {}).get("conditions") or []
-    return next(((str(c["reason"]), str(c["message"])) for c in conditions if c["type"] == kind), ("", ""))
-
-
-def keys(fleet: Fleet) -> None:
-    """The operator's public keys have reached the pipeline's status."""
-    wait_until(lambda: fleet.status("rlpipeline", "p").get("publicKeys"), "the operator's public keys")
-
-
-def incarnation(fleet: Fleet, pod: str) -> str:
-    """Of one engine, as status shows it."""
-    engines = fleet.status("enginepool", "adopted").get("engines") or []
-    return next((str(e.get("incarnation") or "") for e in engines if e["name"] == pod), "")
-
-
 def test_the_guide_adopts_a_statefulset_and_lets_it_go(fleet: Fleet, tmp_path: Path) -> None:
     fleet.pipeline(sync={**SYNC, "onFailure": "Replace"})
     keys(fleet)
-    come, go = guide(fleet, tmp_path)
+    come, _, go = guide(tmp_path)
     shell(fleet, tmp_path, come)
     fleet.trainer()
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
@@ -151,7 +86,7 @@ def by_hand(fleet: Fleet, name: str, *, gate: bool = True, **labels: str) -> Non
 def test_pods_made_by_hand_and_who_gets_them(fleet: Fleet, tmp_path: Path) -> None:
     fleet.pipeline(sync=SYNC)
     keys(fleet)
-    come, _ = guide(fleet, tmp_path)
+    come, *_ = guide(tmp_path)
     shell(fleet, tmp_path, come.split("kubectl apply")[0])
     _, pool = example()
     fleet.apply("EnginePool", "adopted", pool["spec"])
@@ -159,18 +94,20 @@ def test_pods_made_by_hand_and_who_gets_them(fleet: Fleet, tmp_path: Path) -> No
     by_hand(fleet, "one", shared="yes")
     by_hand(fleet, "bare", gate=False)
 
-    def said(pool: str, kind: str, reason: str, *words: str) -> bool:
-        have, text = message(fleet.get("enginepool", pool), kind)
-        return have == reason and all(w in text for w in words)
-
-    wait_until(lambda: said("adopted", "Degraded", "GateMissing", "bare"), "the pod without a gate to be named")
+    wait_until(
+        lambda: says(fleet, "adopted", "Degraded", "GateMissing", ("bare",)), "the pod without a gate to be named"
+    )
     assert fleet.sync(-1, seed=100)["status"]["phase"] == "Succeeded"
     wait_until(lambda: states(fleet) == {"one": "Active"}, "the other one to serve")
     # A second pool that wants the same pod does not get it, and both say so.
     rival = {**pool["spec"], "source": {"adopt": {"selector": {"matchLabels": {"shared": "yes"}}}}}
     fleet.apply("EnginePool", "rival", rival)
-    wait_until(lambda: said("rival", "Ready", "SelectorsOverlap", "adopted", "rival", "one"), "the rival to say so")
-    wait_until(lambda: said("adopted", "Degraded", "SelectorsOverlap", "adopted", "rival"), "the older pool to say so")
+    wait_until(
+        lambda: says(fleet, "rival", "Ready", "SelectorsOverlap", ("adopted", "rival", "one")), "the rival to say so"
+    )
+    wait_until(
+        lambda: says(fleet, "adopted", "Degraded", "SelectorsOverlap", ("adopted", "rival")), "the older pool to say so"
+    )
     assert states(fleet, "rival") == {}
     assert fleet.sync(1)["status"]["phase"] == "Succeeded"
     assert (fleet.label(fleet.pod("one")), fleet.paused(fleet.pod("one"))) == ("1", False)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import ClusterError
+from e2e.scenarios.adopting import message
 from e2e.scenarios.kit import Fleet, Operator, engine_url, http, wait_until
-from e2e.scenarios.test_adopt import message
 from e2e.scenarios.test_rounds import serialized_fleet
 from rlfleet.plan.room import STARVED_MS
 

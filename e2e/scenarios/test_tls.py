@@ -14,6 +14,7 @@ import pytest
 
 from e2e.cluster import pki
 from e2e.cluster.local import LocalCluster
+from e2e.scenarios.adopting import SYNC, active, guide, keys, shell
 from e2e.scenarios.kit import Fleet, Operator, trainer_pod, wait_until
 from e2e.scenarios.kit import http as call
 from rlfleet.api.naming import gate_server_name, sender_server_name
@@ -162,3 +163,32 @@ def test_an_operator_that_does_not_believe_them_gives_no_orders(
     certificates.apply(namespace, certificates.authorities[0])
     fleet.ready_engines(1)
     assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
+
+
+def test_adopted_gates_take_tls_up_pod_by_pod(
+    cluster: LocalCluster, secure: Operator, certificates: Certificates, namespace: str, tmp_path: Path
+) -> None:
+    fleet = Fleet(cluster, namespace)
+    certificates.apply(namespace, certificates.authorities[0])
+    fleet.pipeline(sync=SYNC)
+    keys(fleet)
+    come, take_up, _ = guide(tmp_path / "guide")
+    shell(fleet, tmp_path / "guide", come)
+    secure_trainer(fleet)
+    assert fleet.sync(-1)["status"]["phase"] == "Succeeded"
+    names = ["demo-engines-0", "demo-engines-1"]
+    before = [fleet.pod(name) for name in names]
+    for pod in before:
+        assert call("GET", f"http://{pod['status']['podIP']}:9440/livez")[0] == 200
+
+    shell(fleet, tmp_path / "guide", take_up)
+    after = [fleet.pod(name) for name in names]
+    wait_until(lambda: active(fleet) == {p["metadata"]["uid"] for p in after}, "the new pods to have caught up")
+    assert not {p["metadata"]["uid"] for p in before} & {p["metadata"]["uid"] for p in after}
+    for pod in after:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            call("GET", f"http://{pod['status']['podIP']}:9440/livez")
+        assert issuer(pod, 9440, gate_server_name(namespace), certificates.authorities[0])
+    done = fleet.sync(1)
+    assert {m["engine"]: m["result"] for m in done["status"]["members"]} == dict.fromkeys(names, "Ok")
+    assert [(fleet.label(p), fleet.paused(p)) for p in after] == [("1", False)] * 2

@@ -38,7 +38,7 @@ _EXECUTED = {
     "README.md": "tests/docs/test_commands.py",
     "quickstart.md": "tests/docs/test_commands.py",
     "install.md": "tests/chart/test_install.py",
-    "adopt.md": "e2e/scenarios/test_adopt.py",
+    "adopt.md": "e2e/scenarios/adopting.py",
     "dynamo.md": "e2e/scenarios/test_dynamo.py",
     "security.md": "e2e/scenarios/test_key_rotation.py",
     "concepts.md": "e2e/scenarios/test_identity.py",

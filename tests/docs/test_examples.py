@@ -18,8 +18,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
 KEYS = {"k": "cHVibGlj"}
 
 
-#: Kinds of a program that no test cluster has.
-ABSENT = ("cert-manager.yaml",)
+#: Kinds of a program that no test cluster has, and a patch; e2e/scenarios/test_adopt*.py run all but the first.
+ABSENT = ("cert-manager.yaml", "adopt-lws.yaml", "adopt-rbg.yaml", "adopt-raycluster.yaml", "adopt-tls.yaml")
 
 
 @pytest.mark.cluster
@@ -83,3 +83,45 @@ def test_what_a_queueing_system_reads_arrives_in_the_pods() -> None:
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
     for field in ("priorityClassName", "schedulerName", "schedulingGates", "tolerations"):
         assert pod["spec"][field] == template["spec"][field]
+
+
+def template_at(name: str, *path: str | int) -> dict[str, Any]:
+    """A pod template in the first object of an example."""
+    found: Any = next(iter(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())))
+    for step in path:
+        found = found[step]
+    return dict(found["spec"])
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("adopt-lws", ("spec", "leaderWorkerTemplate", "leaderTemplate")),
+        ("adopt-rbg", ("spec", "roles", 1, "standalonePattern", "template")),
+        ("adopt-raycluster", ("spec", "workerGroupSpecs", 0, "template")),
+    ],
+)
+def test_every_maker_of_pods_gets_the_gate_of_the_guide(name: str, path: tuple[str | int, ...]) -> None:
+    guide, found = template_at("adopt", "spec", "template"), template_at(name, *path)
+    for part in ("initContainers", "volumes"):
+        assert found[part] == guide[part]
+    assert [c["volumeMounts"] for c in found["containers"]] == [c["volumeMounts"] for c in guide["containers"]]
+    assert (EXAMPLES / f"{name}.yaml").read_text().count("rlfleet.gate]") == 1, "pods that are no engines have none"
+
+
+def test_what_tls_adds_to_an_adopted_gate_is_what_gates_of_ours_have() -> None:
+    values = yaml.safe_load((EXAMPLES.parents[1] / "charts/rlfleet/values.yaml").read_text())["tls"]
+    pool = yaml.safe_load((EXAMPLES / "sglang.yaml").read_text())
+    pool["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
+    made = build_pod(pool, 0, "x-0-00000", public_keys=KEYS, tls_secret=values["secretName"])["spec"]
+    ours = next(c for c in made["initContainers"] if c["name"] == "gate")
+    more = template_at("adopt-tls", "spec", "template")
+    (patched,), (plain,) = more["initContainers"], template_at("adopt", "spec", "template")["initContainers"]
+    for part in ("env", "volumeMounts"):
+        assert [e for e in patched[part] if e not in ours[part]] == []
+    assert [v for v in more["volumes"] if v not in made["volumes"]] == []
+    probes = {k for k in plain if k.endswith("Probe")}
+    assert {k for k in patched if k.endswith("Probe")} == probes
+    assert (
+        {patched[k]["httpGet"]["scheme"] for k in probes} == {ours[k]["httpGet"]["scheme"] for k in probes} == {"HTTPS"}
+    )

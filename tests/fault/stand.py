@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from e2e.cluster.local import ClusterError, LocalCluster
+from e2e.scenarios.adopting import example
 from e2e.scenarios.kit import Fleet, Operator, wait_until
-from e2e.scenarios.test_adopt import example
 from rlfleet.api import labels
 from rlfleet.api.checkpoint import INCARNATION
 from rlfleet.plan.adopt import selector_of
