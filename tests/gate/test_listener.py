@@ -11,6 +11,8 @@ import pytest
 from rlfleet.gate.listener import engine_listener
 from tests.gate.kit import address, free_port
 
+POD_IP = "10.0.0.9"
+
 Listen = Callable[[str, int], socket.socket]
 
 
@@ -34,7 +36,7 @@ def listen() -> Iterator[Listen]:
 def test_another_socket_at_the_same_address_is_another_answer(listen: Listen) -> None:
     host = address()
     port = free_port(host)
-    ask = engine_listener(f"http://{host}:{port}")
+    ask = engine_listener(f"http://{host}:{port}", POD_IP)
     assert ask() is None
     first = listen(host, port)
     before = ask()
@@ -53,13 +55,13 @@ def test_the_answer_names_the_boot_that_it_counts_for(listen: Listen) -> None:
     port = free_port(host)
     listen(host, port)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert str(engine_listener(f"http://{host}:{port}")()).startswith(f"{boot}:")
+    assert str(engine_listener(f"http://{host}:{port}", POD_IP)()).startswith(f"{boot}:")
 
 
 def test_one_at_all_addresses_counts_unless_one_is_at_the_address_itself(listen: Listen) -> None:
     host = address()
     port = free_port("0.0.0.0")
-    ask = engine_listener(f"http://{host}:{port}")
+    ask = engine_listener(f"http://{host}:{port}", POD_IP)
     listen("::", port)  # takes IPv4 too
     everywhere = ask()
     assert everywhere is not None
@@ -72,7 +74,7 @@ def test_of_several_none_is_certain(listen: Listen) -> None:
     port = free_port(host)
     listen(host, port)
     listen(host, port)
-    assert engine_listener(f"http://{host}:{port}")() is None
+    assert engine_listener(f"http://{host}:{port}", POD_IP)() is None
 
 
 def test_other_ports_and_addresses_do_not_count(listen: Listen) -> None:
@@ -80,20 +82,33 @@ def test_other_ports_and_addresses_do_not_count(listen: Listen) -> None:
     port = free_port(host)
     listen(other, port)
     listen(host, free_port(host))
-    assert engine_listener(f"http://{host}:{port}")() is None
+    assert engine_listener(f"http://{host}:{port}", POD_IP)() is None
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:{}", "http://engine.example:{}", "http://[2001:db8::1]:{}"])
 def test_nothing_is_certain_of_another_network_namespace(url: str, listen: Listen) -> None:
     port = free_port("127.0.0.1")
     listen("::", port)
-    assert engine_listener(url.format(port))() is None
+    assert engine_listener(url.format(port), POD_IP)() is None
+
+
+@pytest.mark.parametrize(
+    ("pod_ip", "url"),
+    [("10.0.0.7", "http://10.0.0.7:{}"), ("2001:db8::1", "http://[2001:db8:0::1]:{}"), ("::1", "http://[::1]:{}")],
+)
+def test_the_address_of_the_pod_is_of_this_network_namespace(pod_ip: str, url: str, listen: Listen) -> None:
+    """Gates are told to find their engines there, by the operator and by docs/examples/adopt.yaml."""
+    port = free_port("127.0.0.1")
+    ask = engine_listener(url.format(port), pod_ip)
+    assert ask() is None
+    listen("::", port)
+    assert ask() is not None
 
 
 def test_localhost_is_either_loopback_address(listen: Listen) -> None:
     port = free_port("127.0.0.1")
     listen("::1", port)
-    assert engine_listener(f"http://localhost:{port}")() is not None
+    assert engine_listener(f"http://localhost:{port}", POD_IP)() is not None
 
 
 def test_where_the_kernel_does_not_tell_there_is_no_answer(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +116,6 @@ def test_where_the_kernel_does_not_tell_there_is_no_answer(listen: Listen, monke
     host = address()
     port = free_port(host)
     listen(host, port)
-    assert engine_listener(f"http://{host}:{port}")() is not None
+    assert engine_listener(f"http://{host}:{port}", POD_IP)() is not None
     monkeypatch.setattr("rlfleet.gate.listener._NETLINK_SOCK_DIAG", 31)
-    assert engine_listener(f"http://{host}:{port}")() is None
+    assert engine_listener(f"http://{host}:{port}", POD_IP)() is None

@@ -52,7 +52,7 @@ class Gate:
             engine=EngineLink(
                 adapter,
                 self.store,
-                listener=engine_listener(config.engine_url),
+                listener=engine_listener(config.engine_url, config.pod_ip),
                 allow_unknown_version=config.allow_unknown_version,
             ),
             routers=Routers(self.store, config.router_keys_dir),

@@ -41,15 +41,16 @@ _SECONDS = 1.0
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def engine_listener(engine_url: str) -> Callable[[], str | None]:
+def engine_listener(engine_url: str, pod_ip: str) -> Callable[[], str | None]:
     """A question for the socket that listens at ``engine_url``: its cookie, with the boot of the node it counts for.
 
     It answers None while nobody listens, and where nothing certain can be said: the URL is not one of this network
-    namespace (no loopback address), several sockets share the port, or the kernel does not tell (not Linux, gVisor).
+    namespace (neither ``pod_ip`` nor a loopback address), several sockets share the port, or the kernel does not tell
+    (not Linux, gVisor).
     """
     parts = urlsplit(engine_url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    hosts = _loopback(parts.hostname or "")
+    hosts = _here(parts.hostname or "", ipaddress.ip_address(pod_ip))
 
     def ask() -> str | None:
         try:
@@ -67,14 +68,15 @@ def engine_listener(engine_url: str) -> Callable[[], str | None]:
     return ask
 
 
-def _loopback(host: str) -> tuple[_Address, ...]:
+def _here(host: str, pod_ip: _Address) -> tuple[_Address, ...]:
+    """The addresses of this network namespace, which the pod's containers share, that ``host`` means."""
     if host == "localhost":
         return ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return ()
-    return (address,) if address.is_loopback else ()
+    return (address,) if address.is_loopback or address == pod_ip else ()
 
 
 def _listening(family: socket.AddressFamily, port: int) -> Iterator[tuple[_Address, int]]:
