@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rlfleet.api.wire import EnrollRequest
+from rlfleet.api.wire import EnrollRequest, PauseMode
+from rlfleet.engine import View
+from rlfleet.gate.actions import pause_engine
+from rlfleet.gate.errors import GateError
 from rlfleet.gate.rules import is_another_process
+from rlfleet.gate.store import Store
 from tests.gate.kit import Engine, Gate, Operator, Weights, until
 
 
@@ -143,6 +151,22 @@ def test_what_was_paused_before_it_was_told_stays_closed_and_catches_up(serving:
     assert engine.ready() == 200
 
 
+def test_names_that_are_told_late_one_after_the_other_forget_no_pause_of_the_process_that_is_here(
+    serving: Operator, engine: Engine
+) -> None:
+    """Its engine ended twice while the operator was away, whose first look at pods is behind the kubelet."""
+    engine.restart()
+    until("met", lambda: "holds" not in serving.status())
+    engine.restart()
+    until("closed", lambda: serving.status()["engine"].get("paused") is True)
+    for name in ("c2", "c3"):
+        assert serving.enroll(engineProcess=name).status_code == 200
+    told = serving.status()
+    assert (told["engineProcess"], told["engine"].get("paused")) == ("c3", True)
+    serving.serve(Weights.of(2), 2)
+    assert engine.ready() == 200
+
+
 def test_a_pause_is_not_recorded_for_the_process_that_follows_the_one_that_was_paused(
     serving: Operator, engine: Engine, gate: Gate
 ) -> None:
@@ -180,6 +204,34 @@ def test_a_pause_that_began_before_the_process_came_counts_for_it_and_not_for_th
     assert serving.enroll(engineProcess="c2").status_code == 200
     serving.serve(Weights.of(2), 2)
     assert engine.ready() == 200
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_one_that_comes_while_the_one_before_is_looked_at_is_not_paused(tmp_path: Path, *, paused: bool) -> None:
+    """It still starts, so nobody has seen it admit requests: nobody could tell afterwards that it is only paused."""
+    store = Store(tmp_path)
+    store.engine_listener = "a"
+    store.saw_admitting("a")
+    store.put_paused(paused, "a")
+    here = SimpleNamespace(listener="a", orders=[])
+
+    async def view(_: float) -> View:
+        here.listener = "b"
+        return View(reachable=True, admitting=False)
+
+    async def heal(_: float) -> bool:
+        return False
+
+    async def pause(*_: object, still: Callable[[], None], **__: object) -> None:
+        still()
+        here.orders.append("pause")
+
+    adapter = SimpleNamespace(view=view, heal_readiness=heal, pause=pause, tells_pause=False)
+    ctx: Any = SimpleNamespace(store=store, engine=SimpleNamespace(adapter=adapter, listener=lambda: here.listener))
+    with pytest.raises(GateError, match="process ended"):
+        await pause_engine(ctx, PauseMode.RETRACT, drain_seconds=0, budget=5)
+    assert here.orders == []
+    store.close()
 
 
 def test_an_engine_that_ends_while_it_drains_leaves_the_next_one_alone(serving: Operator, engine: Engine) -> None:

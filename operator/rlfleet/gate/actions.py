@@ -163,21 +163,30 @@ async def _see_admitting(ctx: GateContext, ends: float) -> None:
     before = ctx.engine.listener()
     view = await ctx.engine.adapter.view(STATUS_SECONDS)
     if view.admitting is False and (ctx.store.paused or ctx.engine.adapter.tells_pause):
+        _still_listens(ctx, before)
         return
     seen = ctx.store.seen_admitting
     if seen and view.reachable and not ctx.store.memory.all_here:
+        _still_listens(ctx, before)
         return  # healing may generate a token, which an engine without its memory does not survive
     heal = max(min(HEAL_AGAIN_SECONDS if seen else HEAL_SECONDS, ends - time.monotonic()), MIN_SECONDS)
     if view.admitting or await ctx.engine.adapter.heal_readiness(heal):
         listener = ctx.engine.listener()
-        if before not in (None, listener):  # which of the two was seen is not known; a pause would reach the other one
-            raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine's process ended just now")
+        _still_listens(ctx, before or listener)
         if not seen or listener not in (None, ctx.store.engine_listener):
             ctx.store.saw_admitting(listener)
     elif not seen or not view.reachable:
         raise GateError(
             ErrorReason.ENGINE_UNREACHABLE, "the engine has never been ready, so a pause could not be told from that"
         )
+    else:
+        _still_listens(ctx, before)
+
+
+def _still_listens(ctx: GateContext, before: str | None) -> None:
+    """Which of two processes was seen is not known, and a pause would reach the other one."""
+    if ctx.engine.listener() != before:
+        raise GateError(ErrorReason.ENGINE_UNREACHABLE, "the engine's process ended just now")
 
 
 async def _settle_by_pause(ctx: GateContext) -> None:

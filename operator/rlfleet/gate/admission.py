@@ -153,7 +153,8 @@ class AdmissionControl:
         known, past = self._store.engine_process, self._store.past_processes
         changed = is_another_process(known, body.engine_process, past)
         # The kubelet tells of it late. What was recorded since the process was met by its socket is its own.
-        was_met = self._look() and self._store.met_before_told
+        looked = self._look()
+        was_met = looked and self._store.met_before_told
         restarted = self._store.incarnation is not None and changed and not was_met
         running = self._running()
         if restarted and running is not None:
@@ -163,7 +164,9 @@ class AdmissionControl:
         with self._store.transaction():
             self._store.enrolment = body
             if restarted:
-                self._store.forget_process(secrets.token_hex(16))
+                # A pause is known to be of the socket that listens, under whatever names that was told: who comes late
+                # tells the one of a container before this one first.
+                self._store.forget_process(secrets.token_hex(16), self._store.engine_listener if looked else None)
             if changed and known is not None:
                 self._store.past_processes = (*past, known)
                 self._store.met_before_told = False
