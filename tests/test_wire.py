@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rlfleet.api import wire
+from rlfleet.api.v1alpha1.common import MAX_MEMBERS
 
 FENCE = {"pipeline": "p", "operation": "o", "generation": 7}
 ADDRESS = {**FENCE, "podUid": "pod", "incarnation": "inc"}
@@ -209,3 +210,8 @@ def test_operation_ids_are_equal_only_for_the_same_step(
 def test_an_operation_id_is_accepted_by_the_protocol() -> None:
     made = wire.operation_id("o", "Load", 2, "inc")
     assert wire.OperationRequest.model_validate({**gate_request({"kind": "Pause"}), "id": made}).id == made
+
+
+def test_the_sender_is_told_of_as_many_gates_as_a_round_has_members() -> None:
+    order = wire.PushOrder(manifest_digest=DIGEST, targets=(PUSH,) * MAX_MEMBERS, deadline_seconds=1)
+    assert len(order.targets) == MAX_MEMBERS

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlfleet.api.v1alpha1 import EnginePool, RLPipeline
+from rlfleet.api.v1alpha1.rlpipeline_status import BlockStatus
 from rlfleet.plan.blocks import block_rows, build_claim, moves, plan_claims, slot_evidence, slots_of, usable
 from rlfleet.plan.dra import Allocation, Given, uses
 from rlfleet.plan.topology import Device
@@ -136,6 +137,12 @@ def test_a_move_is_on_record_until_another_round_has_ended() -> None:
     assert moves(later) == ""
     again = rows(allocation("n0", "g1", "g2"), moved)
     assert again[0]["movedFrom"] == "n1/h1, n1/h2"
+
+
+def test_a_move_between_nodes_with_long_names_is_a_row_that_the_schema_takes() -> None:
+    far = HOME | {"node": "n" * 253, "devices": [f"GPU-{i}" for i in range(8)]}
+    moved = rows(allocation("n1", "h1", "h2"), [far])
+    assert BlockStatus.model_validate(moved[0]).moved_from
 
 
 def test_the_same_devices_again_are_no_move() -> None:

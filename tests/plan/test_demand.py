@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlfleet.api.conditions import Reason
-from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
+from rlfleet.api.v1alpha1.common import MAX_EXACT
+from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority, PipelineProgress
 from rlfleet.plan.demand import (
     Demand,
     Grant,
@@ -93,3 +94,10 @@ def test_progress_is_written_for_two_percent_or_another_batch_and_not_in_between
     assert anew is not None
     assert anew["batches"] != later["batches"]
     assert progress_row(progress_of(demand()), anew) is None, "no stream, no progress"
+
+
+def test_counters_that_the_schema_takes_one_by_one_add_up_to_a_row_that_it_takes() -> None:
+    most = {"batch": 1, "target": MAX_EXACT, "collected": MAX_EXACT}
+    found = progress_row(progress_of(demand(streams=({"key": "a", **most}, {"key": "b", **most}))), None)
+    assert found is not None
+    assert PipelineProgress.model_validate(found).percent == 100

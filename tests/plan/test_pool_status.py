@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.api.v1alpha1.enginepool_status import EnginePoolStatus, EngineState
 from rlfleet.plan.lifecycle import Derived, derive
@@ -248,6 +249,14 @@ def test_any_observation_gives_a_status_that_the_schema_takes(rows: list[Row], r
     parsed = EnginePoolStatus.model_validate(built)
     assert len(parsed.engines) <= 64
     assert len(built["conditions"]) == 9
+
+
+def test_what_a_gate_reports_of_devices_and_a_long_selector_keep_no_status_from_being_written() -> None:
+    """A status that the schema refuses is tried again for ever, and whatever it says stays as it is."""
+    odd = wire.DeviceReport(source="Declared", node="n1", uuids=("GPU-a GPU-b",))
+    told = replace(row(0), gate=gate(routed={"r": True}).model_copy(update={"devices": odd}))
+    found = status(told, selector=",".join(f"{'k' * 317}={'v' * 63}" for _ in range(16)))
+    assert "gpus" not in EnginePoolStatus.model_validate(found).to_dict()["engines"][0]
 
 
 def test_a_pool_whose_pipeline_is_being_deleted_says_so_with_what_to_do() -> None:

@@ -69,6 +69,10 @@ def test_what_reports_pins_and_specs_say() -> None:
     assert (report_evidence("g", unknown).devices, report_evidence("g", unknown).why) == (None, "no driver")
     nowhere = wire.DeviceReport(source="Declared", uuids=("GPU-a",))
     assert report_evidence("g", nowhere).devices is None, "a UUID without its node is no identity"
+    for node, uuids in (("n0", ("GPU-a GPU-b",)), ("n 0", ("GPU-a",)), ("n0", tuple(f"GPU-{i}" for i in range(65)))):
+        odd = report_evidence("g", wire.DeviceReport(source="Declared", node=node, uuids=uuids))
+        assert odd.devices is None, "status would not take it, and it is compared with nothing"
+        assert odd.why
     assert assigned_evidence("n0/GPU-a,GPU-b").devices == frozenset({A, B})
     gpus = [{"node": "n0", "devices": ["GPU-a"]}, {"node": "n1", "devices": ["GPU-c"]}]
     assert spec_evidence(gpus).devices == frozenset({A, C})

@@ -6,7 +6,7 @@ The validator below is written from the rules of DESIGN section 6 alone: it shar
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -390,6 +390,18 @@ def test_the_plan_says_why_an_engine_is_serialized() -> None:
         "d": "",
     }
     assert {m.reason for m in frozen("CPUSerialize", fleet, None).members} == {""}  # type: ignore[union-attr]
+
+
+def test_many_engines_on_one_device_are_planned_with_words_that_the_schema_takes() -> None:
+    """A plan that the apiserver refuses would be made again for ever, and the round never end."""
+    names = [f"{'rollout-' * 6}{i}-1a2b3c4d5e" for i in range(10)]
+    plan = frozen("Auto", dict.fromkeys(names, Slot(frozenset({Device("n1", "GPU-9")}), 1)), TRAIN)
+    assert isinstance(plan, RoundPlan)
+    found = PlannedRow.model_validate(plan_row(plan))
+    assert {m.reason for m in found.members} == {m.reason for m in plan.members}, "not cut in the middle of a word"
+    assert "and 6 more" in str(found.members[0].reason)
+    longer = replace(plan, members=tuple(replace(m, reason="x" * 999) for m in plan.members))
+    PlannedRow.model_validate(plan_row(longer))
 
 
 # ------------------------------------------------------------------------------------------ staging

@@ -7,9 +7,11 @@ wrong and what to set.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rlfleet.api.tokens import PublicKeys, TokenError
 from rlfleet.api.wire import DEFAULT_GATE_PORT
@@ -17,6 +19,7 @@ from rlfleet.engine import ADAPTERS
 
 #: Memory that the process itself needs beside staged bytes; they share the container's limit.
 RESERVE_BYTES = 128 * 2**20
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 
 class ConfigError(Exception):
@@ -78,13 +81,12 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
     if engine_type not in ADAPTERS:
         raise ConfigError(f"RLFLEET_ENGINE_TYPE={engine_type!r} is not known; set one of {', '.join(sorted(ADAPTERS))}")
     engine_url = _required(env, "RLFLEET_ENGINE_URL")
-    if not engine_url.startswith(("http://", "https://")):
+    if not engine_url.startswith(("http://", "https://")) or not _has_port(engine_url):
         raise ConfigError(f"RLFLEET_ENGINE_URL={engine_url!r} is not an http(s) URL")
     try:
         keys = PublicKeys.from_json(_required(env, "RLFLEET_PUBLIC_KEYS"))
     except TokenError as e:
         raise ConfigError(f"RLFLEET_PUBLIC_KEYS: {e}") from e
-    devices = env.get("RLFLEET_DEVICES")
     return GateConfig(
         pod_uid=_required(env, "RLFLEET_POD_UID"),
         pod_name=env.get("RLFLEET_POD_NAME", ""),
@@ -99,7 +101,7 @@ def load_config(env: Mapping[str, str]) -> GateConfig:
         staging_limit_bytes=_integer(env, "RLFLEET_STAGING_LIMIT_BYTES", None, low=0),
         memory_limit_bytes=_integer(env, "RLFLEET_MEMORY_LIMIT_BYTES", 0, low=0),
         public_keys=keys,
-        devices=tuple(d.strip() for d in devices.split(",") if d.strip()) if devices else None,
+        devices=_devices(env),
         pipeline=env.get("RLFLEET_PIPELINE", ""),
         pool=env.get("RLFLEET_POOL", ""),
         engine_name=env.get("RLFLEET_ENGINE_NAME", ""),
@@ -120,6 +122,22 @@ def _required(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise ConfigError(f"{name} is not set")
     return value
+
+
+def _has_port(url: str) -> bool:
+    """The port of the URL, or the scheme's own, is one."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    found = tuple(d for text in env.get("RLFLEET_DEVICES", "").split(",") if (d := text.strip()))
+    for device in found:
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"RLFLEET_DEVICES: {device!r} is no UUID of a device; set UUIDs with commas between them")
+    return found or None
 
 
 def _switch(env: Mapping[str, str], name: str) -> bool:

@@ -21,6 +21,9 @@ from rlfleet.plan.topology import Device, Evidence, device_names
 
 Obj = Mapping[str, Any]
 
+#: Characters of ``status.blocks[].movedFrom``; names of nodes may be long.
+MAX_MOVED = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -170,7 +173,7 @@ def block_rows(
             place = {"node": now[0][2], "devices": [uuid for _, uuid, _ in now]}
             if known and known != place:
                 was = frozenset(Device(str(known["node"]), uuid) for uuid in known["devices"])
-                row |= place | {"movedFrom": device_names(was), "movedAfter": last_round}
+                row |= place | {"movedFrom": device_names(was)[:MAX_MOVED], "movedAfter": last_round}
                 rows.append(row)
                 continue
             known = place

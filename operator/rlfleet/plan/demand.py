@@ -15,6 +15,7 @@ from typing import Any
 
 from rlfleet.api.conditions import Reason
 from rlfleet.api.progress import Progress, StreamProgress, aggregate
+from rlfleet.api.v1alpha1.common import MAX_EXACT
 from rlfleet.api.v1alpha1.rlpipeline_status import DemandPriority
 from rlfleet.plan.topology import Device, train_devices
 
@@ -135,10 +136,11 @@ def progress_row(found: Progress | None, before: Mapping[str, Any] | None) -> di
     """``status.progress``: as it was, unless enough has happened since to be worth a write."""
     if found is None:
         return None
+    # Each counter of a stream may be as large as a number in status; their sum is larger.
     row = {
-        "target": found.target,
-        "collected": found.collected,
-        "completed": found.completed,
+        "target": min(found.target, MAX_EXACT),
+        "collected": min(found.collected, MAX_EXACT),
+        "completed": min(found.completed, MAX_EXACT),
         "percent": found.percent,
         "batches": found.batches,
     }

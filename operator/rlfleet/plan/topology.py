@@ -10,11 +10,18 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rlfleet.api.wire import DeviceReport
+
+#: Most devices of one pod, and what names of nodes and devices look like: what is believed of them goes into status,
+#: whose schema takes no others.
+MAX_DEVICES = 64
+_NODE = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,6 +119,13 @@ def report_evidence(source: str, report: DeviceReport | None, *, part: bool = Fa
         return Evidence(source, None, part)
     if report.source == "Unknown" or not report.uuids or not report.node:
         return Evidence(source, None, part, report.problem)
+    odd = [f"{uuid[:64]!r} names no device" for uuid in report.uuids if not _DEVICE.fullmatch(uuid)]
+    if not _NODE.fullmatch(report.node):
+        odd.append(f"{report.node[:64]!r} names no node")
+    if len(report.uuids) > MAX_DEVICES:
+        odd.append(f"{len(report.uuids)} devices are more than a pod can have")
+    if odd:
+        return Evidence(source, None, part, odd[0])
     return Evidence(source, frozenset(Device(report.node, uuid) for uuid in report.uuids), part)
 
 

@@ -170,7 +170,7 @@ def _kept_out(
         if place(devices, train) is Placement.OVERLAP:
             why[name] = "shares devices with the trainer"
         elif name in shared:
-            why[name] = f"shares a device with {_names(list(shared[name]))}"
+            why[name] = f"shares a device with {_names(list(shared[name]), limit=3)}"  # a word on each member
         elif any(d.is_mig for d in devices or ()):
             why[name] = "runs on a MIG slice"
         elif ranks.get(name, 1) > len(devices or ()):

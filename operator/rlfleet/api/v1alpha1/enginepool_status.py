@@ -137,7 +137,7 @@ class EnginePoolStatus(Status):
     observed_generation: Generation = Field(default=0, description="The metadata.generation that this status reflects.")
     replicas: Count = Field(default=0, description="Engine pods that exist.")
     ready_replicas: Count = Field(default=0, description="Engine pods that are Ready.")
-    selector: Annotated[str, Field(max_length=1024)] = Field(
+    selector: Annotated[str, Field(max_length=8192)] = Field(
         default="", description="Label selector of the pool's pods, for the scale subresource."
     )
     counts: EngineCounts | None = Field(default=None, description="How many engines are in each state.")

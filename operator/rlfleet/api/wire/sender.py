@@ -102,7 +102,7 @@ class PushOrder(Request):
 
     kind: Literal["Push"] = "Push"
     manifest_digest: Digest
-    targets: tuple[PushTarget, ...] = Field(min_length=1, max_length=1024)
+    targets: tuple[PushTarget, ...] = Field(min_length=1, max_length=4096)
     bucket_bytes: int | None = Field(
         default=None,
         ge=1,

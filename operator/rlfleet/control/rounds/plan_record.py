@@ -8,6 +8,9 @@ from typing import Any
 from rlfleet.api import wire
 from rlfleet.plan.rounds import Member, RoundPlan
 
+#: Characters of a member's reason that the schema takes: a plan that it refuses would be made again for ever.
+MAX_REASON = 256
+
 
 def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
     """``status.plan.members``: compact, written once when the round is planned."""
@@ -23,7 +26,7 @@ def member_rows(plan: RoundPlan) -> list[dict[str, Any]]:
         if m.rank_offset is not None:
             row["rankOffset"] = m.rank_offset
         if m.reason:
-            row["reason"] = m.reason
+            row["reason"] = m.reason[:MAX_REASON]
         rows.append(row)
     return rows
 
