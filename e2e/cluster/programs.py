@@ -1,17 +1,18 @@
 """Builds the Kubernetes programs that the local cluster runs, once per machine.
 
 The versions are pinned by Go modules beside this file (``programs/`` for Kubernetes and etcd, ``helm/`` for the chart
-renderer, ``coredns/`` for the DNS server of a real node). The cache folder's name carries a hash of the first two
-modules' ``go.mod`` and ``go.sum``, CoreDNS's own program name one of its module, so a changed pin never meets an old
-program. Invariant: a program under its final name is complete. Each one is built under a temporary
-name and renamed, under a lock that a second process waits for, so an interrupted build leaves nothing half done and
-does not lose the programs that were finished before it.
+renderer, ``coredns/`` for the DNS server of a real node, ``lws/`` for the controller of LeaderWorkerSets). The cache
+folder's name carries a hash of the first two modules' ``go.mod`` and ``go.sum``, other programs' own names one of their
+module, so a changed pin never meets an old program. Invariant: a program under its final name is complete. Each one is
+built under a temporary name and renamed, under a lock that a second process waits for, so an interrupted build leaves
+nothing half done and does not lose the programs that were finished before it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -73,6 +74,9 @@ NODE_PROGRAMS: tuple[Program, ...] = (
     Program("coredns", "coredns", "."),
 )
 
+#: Controllers of others whose pods are adopted in scenarios.
+CONTROLLERS: tuple[Program, ...] = (Program("lws-manager", "lws", "sigs.k8s.io/lws/cmd"),)
+
 
 def cache_root() -> Path:
     """The folder below which everything lies that is built once per machine."""
@@ -122,19 +126,38 @@ def ensure_programs(
     return paths
 
 
+def module_folder(module: str, path: str) -> Path:
+    """Where Go keeps the source of ``path``, a module that ``module`` requires; BuildError when it can not be had."""
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", path],
+        cwd=_HERE / module, env=_go_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise BuildError(f"{path}: go mod download ended with {done.returncode}:\n{done.stderr}{done.stdout}")
+    return Path(json.loads(done.stdout)["Dir"])
+
+
+def _go_environment() -> dict[str, str]:
+    # Pure Go: no C compiler needed, and no dependence on the builder's libc. GOFLAGS of the user could change the pins.
+    return {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
+
+
 def _build(program: Program, target: Path, label: str, say: Say) -> None:
     # The lock is ours, so whatever lies under the temporary name is the rest of an interrupted build.
     temporary = target.with_name(f".{program.name}.building")
     temporary.unlink(missing_ok=True)
     log = target.with_name(f"{program.name}.build.log")
-    # Pure Go: no C compiler needed, and no dependence on the builder's libc. GOFLAGS of the user could change the pins.
-    env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
     command = ["go", "build", "-trimpath", "-ldflags", program.ldflags, "-o", str(temporary), program.package]
     started = time.monotonic()
     say(f"{label}: building")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=_HERE / program.module, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            cwd=_HERE / program.module,
+            env=_go_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
         try:
             while True:

@@ -411,6 +411,11 @@ def condition(obj: dict[str, Any], kind: str) -> str:
     return next((str(c["status"]) for c in conditions if c["type"] == kind), "")
 
 
+def await_kind(cluster: LocalCluster, crd: str) -> None:
+    """Wait until a CustomResourceDefinition is served. ``kubectl wait`` gives up on one that has no conditions yet."""
+    wait_until(lambda: condition(cluster.get("crd", crd), "Established") == "True", f"{crd} to be served")
+
+
 def trainer_pod(namespace: str, env: dict[str, str], node: str | None = None) -> dict[str, Any]:
     """The trainer's pod; ``node``: where it runs, None: the scheduler decides."""
     fields = {"RLFLEET_POD_IP": "status.podIP", "RLFLEET_POD_UID": "metadata.uid"}

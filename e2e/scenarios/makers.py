@@ -12,7 +12,7 @@ from typing import Any
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.adopting import with_reference_engine
-from e2e.scenarios.kit import Fleet, wait_until
+from e2e.scenarios.kit import Fleet, await_kind, wait_until
 
 Obj = dict[str, Any]
 
@@ -32,7 +32,7 @@ def serve_kinds(cluster: LocalCluster) -> None:
     names = []
     for group, version, kind in _KINDS:
         plural = f"{kind.lower()}s"
-        names.append(f"crd/{plural}.{group}")
+        names.append(f"{plural}.{group}")
         cluster.apply(
             {
                 "apiVersion": "apiextensions.k8s.io/v1",
@@ -59,7 +59,8 @@ def serve_kinds(cluster: LocalCluster) -> None:
                 },
             }
         )
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=180s", *names)
+    for name in names:
+        await_kind(cluster, name)
 
 
 def create(fleet: Fleet, thing: Obj) -> Obj:
