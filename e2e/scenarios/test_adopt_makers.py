@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.local import OPERATOR_NAME, OPERATOR_NAMESPACE
-from e2e.scenarios.adopting import SYNC, guide, keys, manifest, says, shell, states
+from e2e.scenarios.adopting import guide, keys, manifest, says, shell, states
 from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.makers import LWS, lws_group, ray_pods, rbg_pods, serve_kinds
 
@@ -16,6 +16,9 @@ pytestmark = pytest.mark.cluster
 OPERATOR = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{OPERATOR_NAME}"
 ENGINES = {"lws": "lws-engines-0", "rbg": "rbg-engines-engine-0", "ray": "ray-engines-engines-worker-x7k2p"}
 OTHERS = {"lws-engines-0-1", "rbg-engines-router-0", "ray-engines-head"}
+
+#: Nothing fails here: no deadline is to end a round on a slow machine.
+PATIENT = {"pendingSeconds": 180, "stagingSeconds": 180, "pausedSeconds": 180}
 
 
 def up(fleet: Fleet, pool: str) -> bool:
@@ -26,7 +29,7 @@ def up(fleet: Fleet, pool: str) -> bool:
 def test_leaders_roles_and_worker_groups_are_engines_of_one_fleet(fleet: Fleet, tmp_path: Path) -> None:
     mark = fleet.cluster.audit_mark()
     serve_kinds(fleet.cluster)
-    fleet.pipeline(sync=SYNC)
+    fleet.pipeline(sync={"deadlines": PATIENT, "drainSeconds": 2})
     keys(fleet)
     come, *_ = guide(tmp_path)
     shell(fleet, tmp_path, come.split("kubectl apply")[0])
