@@ -17,7 +17,7 @@ from rlfleet.plan.demand import MAX_MESSAGE, Demand, Grant, grants_of, held_devi
 from rlfleet.plan.elastic import GIB, keeps_devices
 from rlfleet.plan.memory_gate import decide_grants, readings, to_fence
 from rlfleet.plan.rounds import Engine
-from rlfleet.plan.topology import Device
+from rlfleet.plan.topology import Device, assigned_evidence
 from tests.plan.elastic_kit import NODE, asleep, awake, devices, silent
 
 D0, D1, D2 = (Device(NODE, f"GPU-{i}") for i in range(3))
@@ -42,6 +42,8 @@ def decide(engines: list[Engine], *demands: Demand, before: tuple[Grant, ...] = 
     )
 
 
+#: A pod that was made before the demand was recorded, and boots on the device whenever its image has come.
+PIN = assigned_evidence(f"{NODE}/GPU-0")
 HIGH = devices("GPU-0", used=20, others=("python", "ray::worker"))
 
 
@@ -58,6 +60,9 @@ HIGH = devices("GPU-0", used=20, others=("python", "ray::worker"))
         ([asleep(0), silent(1)], Reason.TOPOLOGY_UNKNOWN, "a-1"),  # it may lie anywhere
         ([asleep(0), silent(1, gone=True)], Reason.GRANTED, ""),
         ([asleep(0), silent(1, unborn=True)], Reason.GRANTED, ""),
+        ([silent(0, unborn=True, assigned=PIN)], Reason.ENGINES_AWAKE, "a-0 has run yet: delete its pod"),
+        ([silent(0, unborn=True, claimed=PIN)], Reason.ENGINES_AWAKE, "a-0"),
+        ([silent(0, unborn=True, assigned=PIN, gone=True)], Reason.GRANTED, ""),
         ([asleep(0), awake(1, devices=devices())], Reason.TOPOLOGY_UNKNOWN, "a-1"),
         ([asleep(0, devices=devices("GPU-0"))], Reason.MEMORY_UNREADABLE, "n0/GPU-0"),
         ([asleep(0, devices=HIGH)], Reason.RESIDUAL_MEMORY_HIGH, "python (pid 100), ray::worker (pid 101)"),

@@ -113,8 +113,10 @@ def check(
     if not demand.devices:
         what = "the train pool is not known: set spec.trainer.gpus of the RLPipeline, or devices in the request"
         return Grant(demand, False, Reason.TOPOLOGY_UNKNOWN, what)
-    live = [e for e in engines if not e.gone and not (e.unborn and e.status is None)]
-    unknown = sorted(e.name for e in live if e.devices is None and not is_offloaded(e.status))
+    live = [e for e in engines if not e.gone]
+    waiting = {e.name for e in live if e.unborn and e.status is None}
+    # A pod of which nothing has run yet, and whose devices nobody knows, is given one by the scheduler that is free.
+    unknown = sorted(e.name for e in live if e.devices is None and not is_offloaded(e.status) and e.name not in waiting)
     if unknown:
         what = f"devices of {_some(unknown)} are not known, so they may lie on the demanded ones"
         return Grant(demand, False, Reason.TOPOLOGY_UNKNOWN, what)
@@ -128,7 +130,11 @@ def check(
         )
         return Grant(demand, False, Reason.UNSUPPORTED, what)
     if awake:
-        return Grant(demand, False, Reason.ENGINES_AWAKE, f"{_some(awake)} must be Offloaded or gone first")
+        what = f"{_some(awake)} must be Offloaded or gone first"
+        if stuck := [n for n in awake if n in waiting]:
+            # It starts whenever its node is ready for it, and takes the memory that the trainer was given.
+            what += f"; nothing of {stuck[0]} has run yet: delete its pod if it can not start"
+        return Grant(demand, False, Reason.ENGINES_AWAKE, what)
     behind = sorted(e.name for e in there if is_behind(e, generation))
     if behind:
         what = f"{_some(behind)} are asleep, but must refuse a wake that may still be on its way to them first"
