@@ -291,6 +291,10 @@ def test_what_is_forgotten() -> None:
         ({"loads": (load("r6", version=6, verified=True, published=True),)}, 3),
         ({"holds": (6, DIGEST_B)}, 3),
         ({"holds": (5, DIGEST_B)}, 3),
+        ({"loads": (load("r", version=6), load("r5", version=5, published=True))}, 1),  # the fleet was rolled back
+        ({"loads": (load("r", version=6), load("r5", version=5))}, 3),
+        ({"loads": (load("r5", version=5, published=True), load("r", version=6))}, 3),  # that was before
+        ({"loads": (load("r", version=6, published=True),)}, 3),
     ],
 )
 def test_who_was_whole_in_a_refresh_since_begins_anew_though_the_next_one_left_it_behind(

@@ -2,8 +2,8 @@
 
 Invariants:
 - attempts of one engine process only add up, whatever went wrong and whoever counts; a round counts once;
-- a count is forgotten with its process, once the process was proven at another version than that of its latest attempt
-  (it has come through a Refresh since, whatever became of it afterwards), or when it was put to sleep after that one
+- a count is forgotten with its process, once the process was proven by another round after its latest attempt (it has
+  come through a Refresh since, whatever became of it afterwards), or when it was put to sleep after that one
   had succeeded: what it does not hold any more was taken from it;
 - the list of a pool is bounded: engines that are well make room first, and who finds no room is not tried.
 """
@@ -51,7 +51,8 @@ def slept_since(c: Count, e: Engine) -> bool:
 
 
 def whole_since(c: Count, e: Engine) -> bool:
-    """The gate proves, or has on record, a version above that of the latest attempt: a Refresh brought it.
+    """The gate proves, or has on record, a version above that of the latest attempt: a Refresh brought it. Or a load
+    after that of the attempt, of whatever version, was proven: the fleet may have been rolled back.
 
     What is committed now says nothing of that: the next version may have been committed, without this engine, before
     anybody counted again.
@@ -60,7 +61,11 @@ def whole_since(c: Count, e: Engine) -> bool:
         return False
     held = e.status.holds
     above = held is not None and held.version > c.version
-    return above or any(load.published and load.version > c.version for load in e.status.loads)
+    tried = [i for i, load in enumerate(e.status.loads) if load.operation == c.round]
+    return above or any(
+        load.published and (load.version > c.version or (bool(tried) and i > tried[-1]))
+        for i, load in enumerate(e.status.loads)
+    )
 
 
 def attempts(counts: Iterable[Count], e: Engine) -> int:
