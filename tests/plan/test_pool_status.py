@@ -255,7 +255,8 @@ def test_what_a_gate_reports_of_devices_and_a_long_selector_keep_no_status_from_
     """A status that the schema refuses is tried again for ever, and whatever it says stays as it is."""
     odd = wire.DeviceReport(source="Declared", node="n1", uuids=("GPU-a GPU-b",))
     told = replace(row(0), gate=gate(routed={"r": True}).model_copy(update={"devices": odd}))
-    found = status(told, selector=",".join(f"{'k' * 317}={'v' * 63}" for _ in range(16)))
+    far = replace(row(1), pod=replace(fact(1), index=10**9))
+    found = status(told, far, selector=",".join(f"{'k' * 317}={'v' * 63}" for _ in range(16)))
     assert "gpus" not in EnginePoolStatus.model_validate(found).to_dict()["engines"][0]
 
 

@@ -18,6 +18,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.api.timestamps import rfc3339
 from rlfleet.api.v1alpha1.common import MAX_LISTED_ENGINES
 from rlfleet.api.v1alpha1.enginepool_status import EngineState
+from rlfleet.plan.adopt import MAX_INDEX
 from rlfleet.plan.pool_conditions import conditions_of
 from rlfleet.plan.pool_elastic import Row
 from rlfleet.plan.pool_observed import Observed
@@ -64,7 +65,8 @@ def entry(row: Row, observed: Observed) -> dict[str, Any]:
     gate = row.gate
     found: dict[str, Any] = {
         "name": row.pod.name,
-        "index": max(0, row.pod.index),
+        # Of a label that a person wrote over: such a pod goes, and no status is refused for it meanwhile.
+        "index": min(max(0, row.pod.index), MAX_INDEX),
         "podUID": row.pod.uid,
         "incarnation": gate.incarnation if gate else None,
         "node": row.pod.node or None,
