@@ -13,6 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rlfleet.api import wire
 from rlfleet.api.v1alpha1.common import MAX_MEMBERS
+from rlfleet.api.v1alpha1.rlpipeline import Deadlines, SyncSpec
 
 FENCE = {"pipeline": "p", "operation": "o", "generation": 7}
 ADDRESS = {**FENCE, "podUid": "pod", "incarnation": "inc"}
@@ -112,7 +113,7 @@ def test_a_mutating_call_lacks_no_part_of_its_identity(field: str) -> None:
         ("id", "Z" * 32),
         ("id", "../" + "0" * 29),
         ("attempt", 0),
-        ("attempt", 1001),
+        ("attempt", 2**31 + 1),
     ],
 )
 def test_no_text_of_a_request_can_be_a_path_or_grow_without_limit(field: str, value: Any) -> None:
@@ -215,3 +216,19 @@ def test_an_operation_id_is_accepted_by_the_protocol() -> None:
 def test_the_sender_is_told_of_as_many_gates_as_a_round_has_members() -> None:
     order = wire.PushOrder(manifest_digest=DIGEST, targets=(PUSH,) * MAX_MEMBERS, deadline_seconds=1)
     assert len(order.targets) == MAX_MEMBERS
+
+
+def test_whatever_time_a_pipeline_allows_can_be_ordered() -> None:
+    """An order that can not be made would be thought of anew at every look, and its round never end."""
+    day, drain = 86_400, 3600
+    Deadlines(pending_seconds=day, staging_seconds=day, paused_seconds=day)
+    SyncSpec(drain_seconds=drain)
+    wire.HoldRequest(**FENCE, version=1, deadline_seconds=day + day + 60 + drain)
+    wire.PauseOrder(drain_seconds=drain, budget_seconds=day + drain)
+    wire.WakeOrder(budget_seconds=day + drain)
+
+
+def test_a_round_that_holds_for_days_can_go_on_asking() -> None:
+    """Each look of it is another attempt; one that can not be sent would end every look, and nobody could cancel."""
+    days = 30 * 86_400
+    assert wire.OperationRequest.model_validate(gate_request({"kind": "Pause"}) | {"attempt": days}).attempt == days

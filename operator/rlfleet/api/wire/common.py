@@ -32,7 +32,8 @@ OperationId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Url = Annotated[str, Field(max_length=512, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$")]
 Version = Annotated[int, Field(ge=-1, le=2**53)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
+#: Up to a week: a pipeline's deadlines, of which several are added up, have a day each.
+Seconds = Annotated[float, Field(gt=0, le=604_800)]
 
 
 class Request(BaseModel):

@@ -273,5 +273,6 @@ class OperationRequest(Addressed):
     """
 
     id: OperationId
-    attempt: int = Field(default=1, ge=1, le=1000)
+    #: A round in Holding asks an engine to pause with every look, for days if nobody acts.
+    attempt: int = Field(default=1, ge=1, le=2**31)
     order: Order
