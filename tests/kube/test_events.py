@@ -30,12 +30,14 @@ async def test_the_same_thing_is_said_once_and_another_thing_again(kube: KubeCli
         recorder.record(subject(namespace), "Warning", "PodFailed", "a-0 failed")
     recorder.record(subject(namespace), "Warning", "PodFailed", "a-1 failed")
     recorder.record(subject(namespace, "b"), "Normal", "PodCreated", "x" * 5000)
+    recorder.record(subject(namespace, "c"), "Warning", "PodFailed", "x" + "\N{SNOWMAN}" * 1000)
     await recorder.flush(10)
     events = await written(kube, namespace)
     assert sorted((e["regarding"]["name"], e["reason"], e["note"][:10]) for e in events) == [
         ("a", "PodFailed", "a-0 failed"),
         ("a", "PodFailed", "a-1 failed"),
         ("b", "PodCreated", "xxxxxxxxxx"),
+        ("c", "PodFailed", "x" + "\N{SNOWMAN}" * 9),
     ]
     assert recorder.dropped == 0
 

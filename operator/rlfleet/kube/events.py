@@ -32,6 +32,8 @@ NAMESPACE_SECONDS = 60.0
 
 #: Different notes of one object and reason that are said one by one within ``repeat_seconds``; more are combined.
 SIMILAR = 10
+#: Most bytes of a note.
+NOTE_BYTES = 1024
 #: Events, and objects, that are remembered.
 REMEMBERED = 4096
 #: Most Events that wait to be written; more are dropped and counted.
@@ -52,6 +54,11 @@ class _Said:
 
 def _digest(*words: str) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _cut(note: str) -> str:
+    """As much of it as the apiserver takes: it counts bytes, and whatever people write is not ASCII alone."""
+    return note.encode("utf-8", "replace")[:NOTE_BYTES].decode("utf-8", "ignore")
 
 
 def _time(stamp: datetime) -> str:
@@ -126,7 +133,7 @@ class EventRecorder:
         if ending is not None and now - ending < NAMESPACE_SECONDS:
             self._drop(1)
             return
-        note = self._combined(uid, type_, reason, note[:1024], now)
+        note = self._combined(uid, type_, reason, _cut(note), now)
         same = _digest(uid, type_, reason, note.partition(_COMBINED)[1] or note)
         said = self._said.get(same)
         if said is not None:
@@ -178,7 +185,7 @@ class EventRecorder:
             self._notes.popitem(last=False)
         if len(notes) < SIMILAR:
             notes.add(_digest(note))
-        return note if _digest(note) in notes else f"{_COMBINED}{note}"[:1024]
+        return note if _digest(note) in notes else _cut(f"{_COMBINED}{note}")
 
     async def run(self) -> None:
         """Write queued events until cancelled."""
