@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfleet.api.wire import OperationState, Transport
-from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan
+from rlfleet.api.v1alpha1.rlpipeline_status import CommittedVersion
+from rlfleet.api.wire import GateStatus, OperationState, Transport
+from rlfleet.plan.rounds import Committed, Engine, Member, RoundPlan, digest_rows
 from rlfleet.plan.verdicts import (
     STUCK_GRACE_SECONDS,
     Agreement,
@@ -317,3 +318,18 @@ def test_reopening_names_who_is_missing() -> None:
     assert doors.resume == ("a",)
     assert doors.close == ("c", "e", "f")
     assert doors.missing == ("b", "c")
+
+
+def test_layouts_that_no_engine_has_any_more_make_room_among_the_digests() -> None:
+    """A commit that the apiserver refuses would be made again for ever."""
+    known = {f"L{i:02}": f"E{i}" for i in range(20)}
+
+    def of(layout: str) -> GateStatus:
+        found = gate()
+        return found.model_copy(update={"engine": found.engine.model_copy(update={"layout": layout})})
+
+    live = [engine("e-0", of("L19")), engine("e-1", of("L18"), gone=True)]
+    rows = digest_rows(known, live)
+    CommittedVersion(version=1, manifest_digest=DIGEST_A, sender_incarnation="s", engine_digests=rows)
+    assert [r["layout"] for r in rows] == [*(f"L{i:02}" for i in range(15)), "L19"]
+    assert digest_rows({"b": "2", "a": "1"}, []) == [{"layout": "a", "digest": "1"}, {"layout": "b", "digest": "2"}]

@@ -6,9 +6,10 @@ Invariant: an engine whose gate gave no answer has ``status`` None, which every 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rlfleet.api.v1alpha1.rlpipeline_status import MAX_LAYOUTS
 from rlfleet.api.wire import EngineState, GateStatus, SenderCache, SenderStatus, StagingMode, Transport
 from rlfleet.plan.asleep import is_touched
 from rlfleet.plan.checkpoint import is_shelf
@@ -195,6 +196,14 @@ def unavailable_limit(max_unavailable: int | str, total: int) -> int:
 def layout_of(e: Engine) -> str:
     """The engine's layout: checksums compare only within one."""
     return (e.status.engine.layout or "unknown") if e.status is not None else "unknown"
+
+
+def digest_rows(digests: Mapping[str, str], engines: Iterable[Engine]) -> list[dict[str, str]]:
+    """``committed.engineDigests``. A version may stay committed for long, while templates come and go: the list is
+    bounded, and layouts that no engine has any more make room."""
+    present = {layout_of(e) for e in engines if not e.gone}
+    kept = sorted(digests, key=lambda layout: (layout not in present, layout))[:MAX_LAYOUTS]
+    return [{"layout": layout, "digest": digests[layout]} for layout in sorted(kept)]
 
 
 def can_join(e: Engine) -> bool:

@@ -38,6 +38,8 @@ from rlfleet.api.v1alpha1.common import (
 
 #: Rendezvous ports that one pipeline may claim at the same time; more than one only if senders died in broadcasts.
 MAX_CLAIMS = 64
+#: Layouts of engines whose checksums are remembered with what is committed.
+MAX_LAYOUTS = 16
 
 
 class OperationKind(StrEnum):
@@ -82,7 +84,7 @@ class CommittedVersion(Status):
     sender_incarnation: Uid = Field(description="Sender process that published them, or checkpoint.")
     engine_digests: tuple[EngineDigest, ...] = Field(
         default=(),
-        max_length=16,
+        max_length=MAX_LAYOUTS,
         description="Checksum per engine layout; empty where engines have no usable checksum.",
         json_schema_extra=keyed_by("layout"),
     )

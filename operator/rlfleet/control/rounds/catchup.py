@@ -25,7 +25,7 @@ from rlfleet.control.rounds.probes import probe_generation
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.transfer import Transfer
 from rlfleet.plan.catchup import enter_catch_up, left_closed
-from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan, layout_of
+from rlfleet.plan.rounds import TERMINAL, Member, RoundPlan, digest_rows, layout_of
 from rlfleet.plan.verdicts import Entry, Verdict
 
 
@@ -203,7 +203,7 @@ class CatchUp(CatchUpReady):
             return
         digests = {**found, **known}
         raw = dict(self.ledger.status["committed"])
-        raw["engineDigests"] = [{"layout": k, "digest": v} for k, v in sorted(digests.items())]
+        raw["engineDigests"] = digest_rows(digests, self.fleet.engines.values())
         await self.ledger.write_pipeline({"committed": raw}, what="engine digests")
 
     # ------------------------------------------------------------------------------------------ the end

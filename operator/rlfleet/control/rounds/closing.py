@@ -18,7 +18,7 @@ from rlfleet.control.rounds.healing import Healing
 from rlfleet.control.rounds.results import ok, why
 from rlfleet.control.rounds.silent import left_out
 from rlfleet.plan.elastic import in_the_way
-from rlfleet.plan.rounds import unavailable_limit
+from rlfleet.plan.rounds import digest_rows, unavailable_limit
 from rlfleet.plan.verdicts import Next, Outcome, Verdict, conclude, could_serve, reopening, still_blocked, unfenced
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Closing(Ending):
                     "version": transfer.target.version,
                     "manifestDigest": transfer.target.manifest_digest,
                     "senderIncarnation": transfer.target.sender_incarnation,
-                    "engineDigests": [{"layout": k, "digest": v} for k, v in sorted(digests.items())],
+                    "engineDigests": digest_rows(digests, self.fleet.engines.values()),
                 },
                 "activeOperation": {**active, "committed": True},
             },
