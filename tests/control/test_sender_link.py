@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from rlfleet.api import wire
 from rlfleet.control.context import Context, SystemClock
 from rlfleet.control.peers import Caller, Peer
@@ -39,3 +41,12 @@ async def test_an_order_is_waited_for_although_the_sender_is_not_found_any_more(
     sender.link, link.peer = link, PEER
     ended = await link.run(CALLER, "Push", 1, None, incarnation="i", deadline=SystemClock().monotonic() + 60)
     assert ended == record(wire.OperationState.SUCCEEDED)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://10.0.0.7:9450", "10.0.0.7"), ("https://[fd00::1]:9450/x", "fd00::1"), ("http://[fd00::1]", "fd00::1")],
+)
+def test_a_rendezvous_is_hosted_at_the_senders_address(url: str, host: str) -> None:
+    link = SenderLink(cast(Context, SimpleNamespace()), "ns", "p", "uid-p", peer=Peer("trainer", "uid-1", url))
+    assert link.host == host

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlfleet.api import labels, naming, wire
 from rlfleet.control.peers import Peer
 from rlfleet.plan.adopt import made_by_pool
 from rlfleet.plan.endings import disruption_of
-from rlfleet.plan.pods import CHECKPOINT_DIR_ENV
+from rlfleet.plan.pods import CHECKPOINT_DIR_ENV, ENGINE_URL_ENV
 from rlfleet.plan.quarantine import quarantine_of
 from rlfleet.plan.rounds import Engine
 from rlfleet.plan.template import TLS_DIR_ENV, gate_variable
@@ -48,6 +49,20 @@ def gate_peer(pod: Mapping[str, Any]) -> Peer | None:
     if gate_variable(pod, TLS_DIR_ENV):
         return Peer(meta["name"], meta["uid"], f"https://{address}", naming.gate_server_name(meta["namespace"]))
     return Peer(meta["name"], meta["uid"], f"http://{address}")
+
+
+def engine_ports(pod: Mapping[str, Any]) -> frozenset[int]:
+    """Ports of the engine as the pod was made, where its containers name them: whoever makes an adopted pod may take
+    the variable from elsewhere, or leave the port to the scheme."""
+    found = set()
+    for container in _all(pod):
+        for env in container.get("env") or []:
+            if env.get("name") == ENGINE_URL_ENV:
+                try:
+                    found.add(urlsplit(str(env.get("value") or "")).port)
+                except ValueError:
+                    continue
+    return frozenset(port for port in found if port)
 
 
 def checkpoint_mount(pod: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rlfleet.api import naming, wire
 from rlfleet.api.conditions import Reason
@@ -175,8 +176,7 @@ class SenderLink:
     def host(self) -> str:
         """The sender's address, on which it can host a rendezvous."""
         assert self.peer is not None
-        authority = self.peer.url.split("//", 1)[1].split("/", 1)[0]
-        return authority.rsplit(":", 1)[0].strip("[]") if ":" in authority else authority
+        return urlsplit(self.peer.url).hostname or ""
 
     async def release(self, caller: Caller) -> None:
         """End the hold of the caller's operation, so that a trainer that waits for it can publish."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlfleet.api.conditions import Reason
+from rlfleet.control.rounds.pods import engine_ports
 from rlfleet.control.routers import RouterClients, base_url, resolve
 from rlfleet.kube.resources import PODS
 from rlfleet.plan.everyone import Silence, closable_routers, may_be_asked_to_leave, removal_suffices
-from rlfleet.plan.pods import ENGINE_URL_ENV
 from rlfleet.plan.template import engine_port
 
 if TYPE_CHECKING:
@@ -85,17 +85,8 @@ async def _remove(clients: RouterClients, pool: Obj, live: LivePods, pod: Obj) -
     if any(p.reason is Reason.ROUTER_AMBIGUOUS for p in found.problems):
         return False  # more routers than are looked after
     # The port that the pool names now, and the one with which the pod was made.
-    for port in {engine_port(pool), *_made_with(pod)}:
+    for port in {engine_port(pool), *engine_ports(pod)}:
         errors = await clients.remove(found.endpoints, base_url(ip, port), found.keys)
         if any(errors.values()):
             return False
     return True
-
-
-def _made_with(pod: dict[str, Any]) -> list[int]:
-    return [
-        int(str(env["value"]).rsplit(":", 1)[1])
-        for container in [*(pod["spec"].get("initContainers") or []), *(pod["spec"].get("containers") or [])]
-        for env in container.get("env") or []
-        if env.get("name") == ENGINE_URL_ENV
-    ]
