@@ -6,6 +6,10 @@ The tests of this file are one story, in order, on one node: each begins where t
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -13,6 +17,7 @@ import pytest
 
 from e2e.cluster.controlplane import ClusterError
 from e2e.cluster.local import ROOT
+from e2e.cluster.programs import ensure_programs
 from e2e.node.cluster import RealNode
 from e2e.node.kit import (
     EARLIER_TAG,
@@ -173,6 +178,29 @@ def test_kubectl_reaches_into_pods(node: RealNode, fleet: Fleet) -> None:
     assert node.kubectl("exec", "trainer", "-n", NEW, "--", "python", "-c", script).strip() == "200"
     read_only = node.kubectl("exec", engine, "-n", NEW, "-c", "gate", "--", "sh", "-c", "touch /x 2>&1 || true")
     assert "Read-only" in read_only
+
+
+def test_the_command_line_reaches_the_operator_through_a_forwarded_port(node: RealNode, fleet: Fleet) -> None:
+    """``kubectl port-forward`` to the leader's pod, whose page listens on loopback alone; with a viewer's token."""
+    node.kubectl("create", "serviceaccount", "viewer", "-n", NEW)
+    node.kubectl("create", "rolebinding", "viewer", "-n", NEW, "--clusterrole=view", f"--serviceaccount={NEW}:viewer")
+    token = node.kubectl("create", "token", "viewer", "-n", NEW).strip()
+    told = subprocess.run(
+        [sys.executable, "-m", "rlfleet.app.cli", "explain", "demo", "-n", NEW, f"--token={token}", "-o", "json"],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}",
+            "KUBECONFIG": str(node.kubeconfig),
+            "PATH": f"{ensure_programs()['kubectl'].parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in told.stderr, told.stderr
+    planned = json.loads(told.stdout)
+    assert sorted(e["engine"] for e in planned["engines"]) == sorted(p["metadata"]["name"] for p in fleet.engines())
 
 
 # ------------------------------------------------------------------------------------------------ vLLM
