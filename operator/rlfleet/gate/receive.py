@@ -44,6 +44,9 @@ async def receive_bucket(area: StagingArea, staging: Staging, index: int, reques
     if older is not None:
         older.cancel()
         await asyncio.gather(older, return_exceptions=True)
+        if area.staging is not staging:
+            # Whoever prepared anew has ended the receives that were there, and deletes their files just now.
+            raise GateError(ErrorReason.NOT_STAGED, "the round was prepared anew meanwhile")
     receive = _pass_on if staging.is_streamed else _receive
     task = asyncio.create_task(receive(area, staging, index, request.content, expected))
     staging.receivers[index] = task
