@@ -245,6 +245,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (EP, {CONTAINERS: [ENGINE, GATE]}, RESERVED),
     (EP, {"spec.source.template.spec.initContainers": [GATE]}, RESERVED),
+    # Of the wrong kind: Kubernetes would only say it when a pod is made, and the operator reads it before.
+    (EP, {f"{CONTAINERS}.0.env": "A=b"}, f"{CONTAINERS}[0].env in body must be of type array"),
+    (EP, {f"{CONTAINERS}.0.args": "--tp 2"}, f"{CONTAINERS}[0].args in body must be of type array"),
+    (EP, {f"{CONTAINERS}.0.resources": ["gpu"]}, f"{CONTAINERS}[0].resources in body must be of type object"),
+    (EP, {"spec.source.template.spec.volumes": "a"}, "spec.source.template.spec.volumes in body must be of"),
     (EP, {"spec.placement.mode": "Pinned"}, "spec.placement.devices: Required value: mode Pinned needs devices"),
     (
         EP,

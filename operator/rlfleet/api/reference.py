@@ -108,7 +108,10 @@ def rules_of(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]
 
 def _fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:
     required = schema.get("required", ())
+    theirs = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
     for name, child in schema.get("properties", {}).items():
+        if theirs and name not in required:
+            continue  # what it means is Kubernetes' to say
         here = f"{path}.{name}".lstrip(".")
         yield here, name in required, child
         yield from _fields(child, here)
