@@ -312,6 +312,9 @@ def test_pools_that_go_and_pools_of_others_break_nothing_but_share_devices() -> 
         (1000, 1000),
         ("1e9", 10**9),
         ("5000m", 5),
+        ("5000000u", 5),
+        ("1n", 0),
+        ("1e999", 2**63),
     ],
 )
 def test_memory_quantities(text: int | str, size: int) -> None:

@@ -192,14 +192,13 @@ def staging_over_limit(pool: Obj) -> tuple[str, str] | None:
 
 
 def quantity_bytes(value: int | str) -> int:
-    """Bytes of a memory quantity, rounded down. The schema has seen to its form."""
-    text = str(value)
-    for suffix, factor in _SUFFIXES.items():
+    """Bytes of a memory quantity, rounded down. The schema has seen to its form, which allows more than machines have."""
+    text, factor = str(value), 1.0
+    for suffix, times in (*_SUFFIXES.items(), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9)):
         if text.endswith(suffix):
-            return int(float(text.removesuffix(suffix)) * factor)
-    if text.endswith("m"):
-        return int(float(text[:-1]) / 1000)
-    return int(float(text))
+            text, factor = text.removesuffix(suffix), float(times)
+            break
+    return int(min(float(text) * factor, 2.0**63))
 
 
 def _block_names(pipeline: Obj, pools: Sequence[Obj]) -> Iterable[Violation]:
