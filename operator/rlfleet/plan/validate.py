@@ -192,7 +192,7 @@ def staging_over_limit(pool: Obj) -> tuple[str, str] | None:
 
 
 def quantity_bytes(value: int | str) -> int:
-    """Bytes of a memory quantity, rounded down. The schema has seen to its form, which allows more than machines have."""
+    """Bytes of a memory quantity, rounded down. The schema has seen to its form, but not to how much that is."""
     text, factor = str(value), 1.0
     for suffix, times in (*_SUFFIXES.items(), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9)):
         if text.endswith(suffix):
