@@ -183,6 +183,27 @@ def test_another_trainer_begins_anew_and_a_recreated_pipeline_has_its_own_demand
         assert demand(fleet)["metadata"]["ownerReferences"][0]["uid"] != first
 
 
+def test_a_trainer_that_is_told_to_end_takes_nothing_from_its_successor(
+    cluster: LocalCluster, fleet: Fleet, trainer: Client
+) -> None:
+    """It reports on for as long as its pod lives; engines would wake on GPUs that are in use."""
+    trainer.report_progress(5, target=10)
+    with Client(fleet.namespace, "demo", cluster.kubeconfig, pod_uid="pod-2", pod_name="trainer-0") as successor:
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(successor.request_gpus, 3, timeout=SECONDS)
+            answer(fleet, granted=True)
+            assert asked.result(SECONDS).granted
+        before = demand(fleet)
+        assert not trainer.report_progress(6, target=10, force=True)
+        assert not trainer.clear_progress()
+        assert not trainer.release_gpus()
+        assert demand(fleet) == before
+        assert successor.release_gpus()
+    # Nothing is asked for now, so nothing is lost; who only reports may be the one that trains.
+    assert trainer.report_progress(7, target=10)
+    assert demand(fleet)["spec"]["trainer"]["podUID"] == "pod-1"
+
+
 def test_lost_answers_change_nothing(fleet: Fleet, proxied: Client, proxy: FaultProxy) -> None:
     created = proxy.strike(Rule(lambda call: call.method == "POST", Fault.DROP))
     proxied.report_progress(5, target=10)

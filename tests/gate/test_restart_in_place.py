@@ -167,6 +167,23 @@ def test_names_that_are_told_late_one_after_the_other_forget_no_pause_of_the_pro
     assert engine.ready() == 200
 
 
+def test_a_name_that_was_told_before_its_process_came_vouches_for_no_later_one(
+    serving: Operator, engine: Engine
+) -> None:
+    """A socket may outlive engines: that of a proxy in front of them. Then their containers' names alone tell."""
+    before = serving.status()["incarnation"]
+    engine.kill()
+    assert serving.enroll(engineProcess="c2").status_code == 200
+    told = serving.status()["incarnation"]
+    assert told != before
+    engine.start()
+    until("met", lambda: serving.status()["incarnation"] != told)
+    serving.serve(Weights.of(2), 2)
+    assert serving.enroll(engineProcess="c3").status_code == 200
+    assert "holds" not in serving.status()
+    until("closed", lambda: engine.ready() == 503)
+
+
 def test_a_pause_is_not_recorded_for_the_process_that_follows_the_one_that_was_paused(
     serving: Operator, engine: Engine, gate: Gate
 ) -> None:

@@ -6,7 +6,8 @@ Invariants:
 - a train step begins only with a grant of this very request: each request has an id, and the grant repeats it;
 - GPUs are given back whatever happened to the step or the sync, and a request that was not granted in time is
   withdrawn: nothing is left asleep for a trainer that does not wait any more;
-- what lies in the object of another trainer process (another pod UID) is dropped, never continued.
+- what lies in the object of another trainer process (another pod UID) is dropped, never continued: for a request of
+  one's own. A report leaves the other one's requests alone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,24 @@ NO_POD = "outside-the-cluster"
 _NOT_SEEN = "NotSeen"
 
 
+def _always(spec: Spec) -> bool:
+    """A request for GPUs says that this trainer trains now."""
+    return True
+
+
+def _never(spec: Spec) -> bool:
+    """What another trainer has there is not what this one gives back or ends."""
+    return False
+
+
+def _is_idle(spec: Spec) -> bool:
+    """Nothing is asked for, or by a trainer without a pod's name, of which nobody could tell that it is gone.
+
+    A pod that is told to end reports on while its successor trains: engines would wake on GPUs that are in use.
+    """
+    return not spec.get("requests") or not spec["trainer"].get("podName")
+
+
 class Demanding(Reader):
     """The part of Client that reports and demands; see Client."""
 
@@ -70,7 +89,7 @@ class Demanding(Reader):
             known = _streams(self._demand)
             if not force and self._demand is not None and _worthless(known, {**known, **self._counters}):
                 return False
-        return self._write(lambda spec: _with_streams(spec, {**_streams_of(spec), **self._counters}))
+        return self._write(lambda spec: _with_streams(spec, {**_streams_of(spec), **self._counters}), over=_is_idle)
 
     def clear_progress(self, stream: str = ACTOR) -> bool:
         """A stream is over; returns whether there was one. The progress of a pipeline without streams is absent."""
@@ -80,7 +99,7 @@ class Demanding(Reader):
 
         with self._writing:
             self._counters.pop(stream, None)
-        return self._write(without)
+        return self._write(without, over=_never)
 
     # ---------------------------------------------------------------------------------------------- GPUs
 
@@ -149,7 +168,7 @@ class Demanding(Reader):
 
     def release_gpus(self, cluster: str = ACTOR, timeout: float = WRITE_SECONDS) -> bool:
         """Give GPUs back to the engines; returns whether any were asked for. Durable when it returns."""
-        return self._write(lambda spec: _with_request(spec, cluster, None), timeout)
+        return self._write(lambda spec: _with_request(spec, cluster, None), timeout, over=_never)
 
     @contextmanager
     def train_gpus(self, step: int, *, cluster: str = ACTOR, **how: Any) -> Iterator[Grant]:
@@ -175,8 +194,13 @@ class Demanding(Reader):
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def _write(self, change: Callable[[Spec], Spec], timeout: float = WRITE_SECONDS) -> bool:
-        """Change the TrainerDemand under its resourceVersion; False where there was nothing to change."""
+    def _write(
+        self, change: Callable[[Spec], Spec], timeout: float = WRITE_SECONDS, *, over: Callable[[Spec], bool] = _always
+    ) -> bool:
+        """Change the TrainerDemand under its resourceVersion; False where there was nothing to change.
+
+        ``over``: whether what another trainer process has there may be dropped for it.
+        """
         until = time.monotonic() + timeout
         with self._writing:
             while True:
@@ -184,6 +208,12 @@ class Demanding(Reader):
                     self._owner = self._pipeline(until).metadata.uid
                     self._demand = self._read(until)
                 have = self._demand
+                if have is not None and self._is_anothers(have) and not over(have["spec"]):
+                    log.warning(
+                        "the TrainerDemand is another trainer's by now, left alone: %s", have["spec"]["trainer"]
+                    )
+                    self._demand = None
+                    return False
                 wanted = change(self._mine(have))
                 if have is not None and wanted == have["spec"] and not self._strays(have):
                     return False
@@ -201,6 +231,9 @@ class Demanding(Reader):
             return self._api.get(DEMANDS, self.pipeline_name, until)
         except errors.DemandNotFound:
             return None
+
+    def _is_anothers(self, have: Mapping[str, Any]) -> bool:
+        return have["spec"]["trainer"]["podUID"] != self._pod_uid and not self._strays(have)
 
     def _mine(self, have: Mapping[str, Any] | None) -> Spec:
         trainer = {"podUID": self._pod_uid, **({"podName": self._pod_name} if self._pod_name else {})}

@@ -170,6 +170,8 @@ class AdmissionControl:
             if changed and known is not None:
                 self._store.past_processes = (*past, known)
                 self._store.met_before_told = False
+                # Nobody listens yet: this name is that of the process whose socket comes next.
+                self._store.told_before_met = not was_met and not looked
             if body.engine_process is not None and body.engine_process not in past:
                 self._store.engine_process = body.engine_process
             if body.public_keys:

@@ -152,7 +152,8 @@ class Gate:
             if again:
                 self.store.forget_process(secrets.token_hex(16), found)
                 self.store.engine_instance = None  # of the one before; it is told anew
-                self.store.met_before_told = True
+                self.store.met_before_told = not self.store.told_before_met
+                self.store.told_before_met = False
             self.store.engine_listener = found
         self._met += 1
         if not again:

@@ -180,6 +180,15 @@ class Store:
         self._put("metBeforeTold", value)
 
     @property
+    def told_before_met(self) -> bool:
+        """The kubelet's name of a container was told whose process was not met by a socket since."""
+        return bool(self._get("toldBeforeMet"))
+
+    @told_before_met.setter
+    def told_before_met(self, value: bool) -> None:
+        self._put("toldBeforeMet", value)
+
+    @property
     def paused(self) -> bool:
         """A pause was verified and no resume was asked since. Says nothing while the engine admits requests."""
         return bool(self._get("paused")) and self._get("pausedListener") in (None, self.engine_listener)
