@@ -238,3 +238,24 @@ def test_an_adopted_pool_is_as_large_as_the_pods_that_are_there() -> None:
     found = next(p for p in tree(objects)[0].pools if p.name == pool["metadata"]["name"])
     assert (found.replicas, found.wanted) == (pods, pods)
     assert f"{found.name} ({found.counts['active']}/{pods})" in drawn(tables.status_tree(tree(objects), wide=False))
+
+
+def test_a_round_that_waits_is_named_where_nothing_runs() -> None:
+    objects = recorded("failed")
+    objects["rlpipelines"][0]["status"].pop("activeOperation", None)
+    newest = objects["syncrounds"][0]
+    waits = {**newest, "metadata": {**newest["metadata"], "name": "p-v9-waits"}, "status": {}}
+    objects["syncrounds"].append(waits)
+    text = " ".join(drawn(tables.status_tree(tree(objects), wide=False)).split())
+    assert "now: nothing; waiting: p-v9-waits; fence" in text
+    page = " ".join(drawn(tables.round_page(round_view.round_of(waits), (), (), NOW_MS)).split())
+    assert "committed not yet" in page
+
+
+def test_a_cancelled_round_asks_nobody_to_mend_anything() -> None:
+    obj = next(r for r in recorded("failed")["syncrounds"] if r["metadata"]["name"] == "p-v2-4afbc6dae8")
+    obj["status"] |= {"outcome": "Cancelled", "phase": "Cancelled"}
+    obj["status"]["failure"] = {"stage": "Pending", "reason": "Cancelled", "message": "cancelled"}
+    said = round_view.remedy(round_view.round_of(obj))
+    assert said.startswith("Nothing, if that was meant")
+    assert "--version 2 --retries 1" in said

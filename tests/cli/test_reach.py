@@ -141,3 +141,11 @@ async def test_without_a_leader_without_a_token_or_without_rights_it_says_what_t
     with pytest.raises(CliError, match="--web-bind") as e:
         await ask(both.way(url="http://127.0.0.1:1"))
     assert e.value.code is Exit.UNREACHABLE
+
+
+async def test_a_leader_that_is_no_pod_is_reached_by_a_url(both: Both, kubectl: Callable[[str], Path]) -> None:
+    kubectl("echo 'Error from server (NotFound): pods \"rlfleet-7\" not found' >&2; exit 1")
+    with pytest.raises(CliError, match=r"rlfleet-7 leads.*--operator URL") as e:
+        await ask(both.way())
+    assert e.value.code is Exit.UNREACHABLE
+    assert "portforward" not in str(e.value), "no right is missing"

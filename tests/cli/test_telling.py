@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlfleet.cli.act import how_they_go, refuse_empty_drain, told
-from rlfleet.cli.failures import CliError, Exit
+from rlfleet.cli.failures import CliError, Exit, explained
 from rlfleet.client import errors
 
 
@@ -71,3 +71,13 @@ def test_a_drain_says_what_becomes_of_the_engines() -> None:
     assert "sleep" in how_they_go({"source": {"template": {}}, "placement": {"mode": "Pinned"}})
     # Adopted pods are never deleted.
     assert "sleep" in how_they_go({"source": {"adopt": {"selector": {}}}})
+
+
+@pytest.mark.parametrize(
+    "text", ["there is no RLPipeline 'x': check Client(namespace=..., pipeline=...)", "check Client(namespace=...)"]
+)
+def test_what_does_not_exist_is_told_without_a_call_of_the_sdk(text: str) -> None:
+    with pytest.raises(CliError, match="--namespace") as said, explained():
+        raise errors.NotFound(text)
+    assert "Client(" not in str(said.value)
+    assert said.value.code is Exit.NOT_FOUND

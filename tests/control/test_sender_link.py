@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlfleet.api import wire
+from rlfleet.api.conditions import Reason
 from rlfleet.control.context import Context, SystemClock
 from rlfleet.control.peers import Caller, Peer
 from rlfleet.control.rounds.sender_link import SenderLink
@@ -18,6 +19,10 @@ CALLER = Caller("p", "round", 5)
 
 def record(state: wire.OperationState) -> wire.OperationRecord:
     return wire.OperationRecord(id="x", kind="Push", operation="round", generation=5, state=state)
+
+
+def pod(name: str, phase: str, **metadata: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, **metadata}, "spec": {}, "status": {"phase": phase, "podIP": "10.0.0.7"}}
 
 
 class Sender:
@@ -50,3 +55,27 @@ async def test_an_order_is_waited_for_although_the_sender_is_not_found_any_more(
 def test_a_rendezvous_is_hosted_at_the_senders_address(url: str, host: str) -> None:
     link = SenderLink(cast(Context, SimpleNamespace()), "ns", "p", "uid-p", peer=Peer("trainer", "uid-1", url))
     assert link.host == host
+
+
+@pytest.mark.parametrize(
+    ("pods", "told"),
+    [
+        ([], "(spec.weights.sender)"),
+        ([pod("b", "Running", deletionTimestamp="now"), pod("a", "Failed")], "there is a (Failed), b (Terminating)"),
+    ],
+)
+async def test_a_trainer_that_does_not_run_is_named_with_what_it_does(pods: list[Any], told: str) -> None:
+    class Kube:
+        def at(self, priority: object) -> Kube:
+            return self
+
+        async def list(self, *args: object, **options: object) -> Any:
+            return SimpleNamespace(items=pods)
+
+    context = SimpleNamespace(kube=Kube(), settings=SimpleNamespace(api_timeout=1.0))
+    link = SenderLink(cast(Context, context), "ns", "p", "uid-p")
+    await link.find({"weights": {"sender": {"podSelector": {"matchLabels": {"app": "x"}}}}})
+    assert link.problem is not None
+    assert link.problem[0] is Reason.SENDER_ABSENT
+    assert link.problem[1].startswith("no running pod matches 'app=x'")
+    assert link.problem[1].endswith(told)

@@ -51,6 +51,7 @@ def test_a_node_is_named_once_its_engines_failed_three_times_in_a_row() -> None:
         {0: many("a", "a"), 4: many("b", "a"), 1: many("b")}
     )
     assert "on node a 3 engines in a row (index 0)" in keep_failing({0: many("b", "a", "a", "a")})
+    assert "see the pods' logs" in keep_failing({0: many("a", "a", "a")}), "a wrong argument fails on one node, too"
     # No node is to blame for what happens wherever the engine runs.
     text = keep_failing({2: many("a", "b", "c")})
     assert "node" not in text

@@ -125,6 +125,11 @@ def collect(way: reach.Way, *, logs: bool) -> dict[str, str]:
             _log(cluster, pod, "gate", files, attempt)
         for pod in objects["operator-pods"]:
             _log(cluster, pod, "operator", files, attempt)
+        if not objects["operator-pods"] and not any(line.startswith("pods: ") for line in missing):
+            missing.append(
+                f"log of the operator: no pod in {way.namespace} has the label app.kubernetes.io/name=rlfleet: "
+                "it runs outside the cluster, or elsewhere (--operator-namespace)"
+            )
     files["missing.txt"] = "".join(f"{line}\n" for line in missing)
     return files
 

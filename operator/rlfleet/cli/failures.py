@@ -55,6 +55,11 @@ _CODES: tuple[tuple[type[errors.ClientError], Exit], ...] = (
     (errors.SyncTimeout, Exit.TIMEOUT),
     (errors.WaitTimeout, Exit.TIMEOUT),
 )
+#: Remedies of the SDK that are arguments of its calls, and what they are on the command line.
+_REMEDIES = (
+    ("check Client(namespace=..., pipeline=...)", "check the name and --namespace"),
+    ("check Client(namespace=...)", "check --namespace"),
+)
 
 
 @contextmanager
@@ -64,4 +69,7 @@ def explained() -> Iterator[None]:
         yield
     except errors.ClientError as e:
         code = next((code for kind, code in _CODES if isinstance(e, kind)), Exit.PROBLEM)
-        raise CliError(str(e), code) from e
+        text = str(e)
+        for call, option in _REMEDIES:
+            text = text.replace(call, option)
+        raise CliError(text, code) from e

@@ -142,6 +142,13 @@ def _reached(way: Way) -> Iterator[str]:
         if match is None:
             process.kill()
             said = process.communicate()[1].strip()
+            if "(NotFound)" in said:
+                raise CliError(
+                    f"{pod} leads, by the Lease, and is no pod in namespace {way.namespace}: an operator that runs "
+                    "outside the cluster is reached by --operator URL (on its own machine http://127.0.0.1:"
+                    f"{WEB_PORT}, see --web-bind); a pod that has just gone is followed by another in a moment",
+                    Exit.UNREACHABLE,
+                )
             raise CliError(
                 f"kubectl port-forward to pod {way.namespace}/{pod} failed: {said or 'no answer in time'}. You need "
                 "the verb create on pods/portforward there; or give --operator URL",

@@ -78,6 +78,8 @@ def _pipeline(p: Pipeline, *, wide: bool, ascii_only: bool) -> Iterable[Renderab
         facts.append(f"rollouts {p.progress}%")
     yield Padding(Text(", ".join(facts)), (0, 0, 0, 2))
     running = p.operation or "nothing"
+    if p.waiting:
+        running += f"; waiting: {', '.join(p.waiting[:3])}" + (f" and {len(p.waiting) - 3} more" * (len(p.waiting) > 3))
     yield Padding(Text(f"now: {running}; fence {p.fence or '-'}; last round: {p.last_round or '-'}"), (0, 0, 0, 2))
     for row in p.problems[:_PROBLEM_ROWS]:
         yield _note(_said(row), 2, _style(row))
@@ -211,12 +213,14 @@ def round_page(r: Round, rows: Sequence[Member], attempts: Sequence[Mapping[str,
     head.append("  ").append(_word(r.outcome or r.phase))
     facts = columns("", "")
     facts.show_header = False
-    taken = "yes" if r.committed else "no"
+    taken = "yes: its version took effect" if r.committed else "no: its version did not take effect"
+    if not (r.committed or r.outcome):
+        taken = "not yet"
     for label, value in (
         ("pipeline", r.pipeline),
         ("kind", r.kind),
         ("version", f"{version_text(r.version)} (attempt {r.attempt})"),
-        ("committed", f"{taken}: {'its version took effect' if r.committed else 'its version did not take effect'}"),
+        ("committed", taken),
         ("created", f"{age(r.created_ms, now_ms)} ago"),
         ("bytes", size(r.bytes)),
         ("total", duration(r.total_ms)),

@@ -87,7 +87,8 @@ def keep_failing(failures: Mapping[int, StartFailure]) -> str:
     bad = {node: found for node, found in by_node.items() if sum(found.values()) >= TELL}
     named = {i for found in bad.values() for i in found}
     parts = [
-        f"on node {node} {sum(found.values())} engines in a row (index {_some(found)}): look at that node, or cordon it"
+        f"on node {node} {sum(found.values())} engines in a row (index {_some(found)}): see the pods' logs; "
+        "if engines start on other nodes, look at this one, or cordon it"
         for node, found in sorted(bad.items(), key=lambda item: (-sum(item[1].values()), item[0]))[:4]
     ]
     anywhere = {i: f.count for i, f in failures.items() if i not in named and f.count >= TELL}

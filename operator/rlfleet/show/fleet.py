@@ -7,7 +7,7 @@ says how many engines are not listed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlfleet.show.facts import Obj, condition, key_of, newest_first, problems, status_of
 
@@ -85,15 +85,22 @@ class Pipeline:
     progress: int | None
     problems: tuple[Mapping[str, str], ...]
     pools: tuple[Pool, ...] = field(default=())
+    waiting: tuple[str, ...] = ()
+    """SyncRounds that were ordered and have not begun, newest first."""
 
 
 def fleet(pipelines: Iterable[Obj], pools: Iterable[Obj], rounds: Iterable[Obj]) -> tuple[Pipeline, ...]:
     """The tree, by namespace and name. Pools whose pipeline is not there stand under one that says so."""
+    rounds = tuple(rounds)
     by_owner: dict[tuple[str, str], list[Obj]] = {}
     for pool in pools:
         by_owner.setdefault((key_of(pool)[0], str(pool["spec"].get("pipeline"))), []).append(pool)
     ways = _transports(rounds)
-    found = [_pipeline(p, by_owner.pop(key_of(p), []), ways) for p in pipelines]
+    queued = _waiting(rounds)
+    found = [
+        replace(_pipeline(p, by_owner.pop(key_of(p), []), ways), waiting=tuple(queued.get(key_of(p), ())))
+        for p in pipelines
+    ]
     found += [_missing(key, orphans, ways) for key, orphans in by_owner.items()]
     return tuple(sorted(found, key=lambda p: (p.namespace, p.name)))
 
@@ -104,6 +111,16 @@ def _transports(rounds: Iterable[Obj]) -> dict[tuple[str, str], str]:
     for r in newest_first(rounds):
         for row in (status_of(r).get("plan") or {}).get("members") or ():
             found.setdefault((key_of(r)[0], str(row.get("podUID"))), str(row.get("transport")))
+    return found
+
+
+def _waiting(rounds: Iterable[Obj]) -> dict[tuple[str, str], list[str]]:
+    """Namespace and pipeline -> rounds that are still Pending, newest first."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for r in newest_first(rounds):
+        if (status_of(r).get("phase") or "Pending") == "Pending":
+            namespace, name = key_of(r)
+            found.setdefault((namespace, str(r["spec"].get("pipeline"))), []).append(name)
     return found
 
 

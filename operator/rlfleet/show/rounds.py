@@ -172,4 +172,6 @@ def remedy(found: Round) -> str:
     again = f"rlfleet sync {found.pipeline} -n {found.namespace} --version {found.version} --retries 1"
     if found.outcome == "Superseded":
         return "Nothing: a newer round took its place"
+    if found.failure.get("reason") == Reason.CANCELLED:
+        return f"Nothing, if that was meant; to bring the version after all: {again}"
     return f"Mend what the message names, then: {again}"

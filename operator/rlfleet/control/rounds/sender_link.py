@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -109,7 +109,8 @@ class SenderLink:
         if not running:
             phases = {str((p.get("status") or {}).get("phase")) for p in listed.items if not is_gone(p)}
             self.absent = phases <= {"Pending"}
-            self.problem = Reason.SENDER_ABSENT, f"no running pod matches {selector!r} (spec.weights.sender)"
+            message = f"no running pod matches {selector!r} (spec.weights.sender){_others(listed.items)}"
+            self.problem = Reason.SENDER_ABSENT, message
             return None
         if len(running) > 1:
             names = ", ".join(sorted(p["metadata"]["name"] for p in running)[:4])
@@ -234,3 +235,13 @@ class SenderLink:
                 if left <= 0 or await self.gone(peer):
                     return e
                 await asyncio.sleep(min(0.5, max(0.0, left)))
+
+
+def _others(pods: Sequence[Obj]) -> str:
+    """The pods that match and do not run, with what they do instead: of a trainer that failed, its log says why."""
+    said = [
+        f"{p['metadata']['name']} ({'Terminating' if 'deletionTimestamp' in p['metadata'] else phase})"
+        for p in sorted(pods, key=lambda p: str(p["metadata"]["name"]))
+        if (phase := (p.get("status") or {}).get("phase"))
+    ]
+    return f"; there is {', '.join(said[:4])}" if said else ""
