@@ -55,6 +55,7 @@ def play(stage: Stage, versions: int, unsynced_versions: int, say: Say, real: Re
     unsynced = leg.unsynced(stage, unsynced_versions, say)
 
     print("\nROUNDS: bytes and milliseconds per version; reward: mean of the samples from that version")
+    print("(the lines above have that of the samples which the version was trained on)")
     print(*report.round_table(rounds, report.rewards_by_version(synced)), sep="\n")
     shared, others = ("engine 0 shares", "1 does") if real else ("engines 0 and 1 share", "2 and 3 do")
     print(f"transports: {shared} SIMULATED devices with the trainer (serialized), {others} not (broadcast)")
