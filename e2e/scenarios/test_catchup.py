@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.local import LocalCluster
-from e2e.scenarios.kit import Fleet, Operator, condition, wait_until
+from e2e.scenarios.kit import Fleet, Operator, condition, engine_url, http, wait_until
 from e2e.scenarios.routers import routed_fleet, urls
 from e2e.scenarios.test_rounds import serialized_fleet
 
@@ -187,6 +187,8 @@ def test_an_operator_killed_in_a_catch_up(fleet: Fleet, operator: Operator, clus
     fleet.fault(fresh, DISK, action="hold", times=1)
     cluster.hollow.thaw(fleet.namespace, "trainer", "trainer")
     wait_until(lambda: any(r.get("status", {}).get("phase") == phase for r in catch_ups(fleet)), phase, every=0.02)
+    if phase == "Transferring":  # killed before the engine was told to load, its successor ends the round
+        wait_until(lambda: http("GET", engine_url(fresh) + "/_sim/faults")[1][DISK]["struck"], "the load", every=0.02)
     operator.kill()
     assert fleet.paused(fresh)
     fleet.heal(fresh)
