@@ -5,9 +5,7 @@ Frontend, registration, discovery and system servers are Dynamo's; the engine be
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import yaml
 from e2e.dynamo.fixtures import installed
 from e2e.dynamo.install import ensure
 from e2e.dynamo.runtime import WORKER, Runtime, environment, post
+from e2e.scenarios.adopting import shell
 from e2e.scenarios.kit import ROOT, Fleet, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -52,19 +51,6 @@ def example(frontend: Runtime) -> tuple[dict[str, Any], dict[str, Any]]:
     pool["spec"]["source"]["dynamo"].pop("service")
     pool["spec"]["source"]["dynamo"]["url"] = frontend.url
     return workload, pool
-
-
-def shell(fleet: Fleet, folder: Path, commands: str) -> str:
-    """Run commands of the guide in the test's namespace."""
-    programs = fleet.cluster.program("kubectl").parent
-    kubectl = f'kubectl() {{ command kubectl -n {fleet.namespace} "$@"; }}\n'
-    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(fleet.cluster.kubeconfig)}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", kubectl + commands],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=360, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def start(fleet: Fleet, frontend: Runtime, folder: Path) -> None:
