@@ -81,7 +81,7 @@ def test_a_held_round_and_a_deletion_that_waits(
     operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     pods = serialized_fleet(fleet, 2, sync=LONG)
-    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate")
+    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate", spared=True)
     fleet.publish(1)
     round_ = fleet.order(1)
     try:
@@ -156,7 +156,7 @@ def test_a_gate_that_died_in_a_load(operator: Operator, fleet: Fleet, cluster: L
 
 def test_two_operators_that_both_lead(operator: Operator, fleet: Fleet, cluster: LocalCluster, tmp_path: Path) -> None:
     pods = serialized_fleet(fleet, 2, sync=LONG)
-    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate")
+    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate", spared=True)
     other = Operator(cluster, tmp_path / "other")
     try:
         with watched(tmp_path, operator) as prometheus:
@@ -177,7 +177,7 @@ def test_an_operator_without_a_free_worker(
     operator.stop()
     busy = Operator(cluster, tmp_path / "busy", RLFLEET_CONCURRENCY="1")
     busy.start()
-    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate")
+    cluster.hollow.freeze(fleet.namespace, name_of(pods[0]), "gate", spared=True)
     try:
         with watched(tmp_path, busy) as prometheus:
             fleet.publish(1)

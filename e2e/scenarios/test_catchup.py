@@ -215,7 +215,7 @@ def test_a_catch_up_makes_room_for_a_refresh(fleet: Fleet, cluster: LocalCluster
     wait_until(
         lambda: any(r.get("status", {}).get("phase") == "Staging" for r in catch_ups(fleet)), "Staging", every=0.02
     )
-    cluster.hollow.freeze(fleet.namespace, name, "gate")
+    cluster.hollow.freeze(fleet.namespace, name, "gate", spared=True)
     try:
         # With one slot the publish itself waits for the hold, with two the Refresh is there at once.
         fleet.publish(2)
@@ -248,7 +248,7 @@ def test_a_catch_up_that_is_called_off_touches_nobody_and_comes_again(
     wait_until(
         lambda: any(r.get("status", {}).get("phase") == "Staging" for r in catch_ups(fleet)), "Staging", every=0.02
     )
-    cluster.hollow.freeze(fleet.namespace, fresh["metadata"]["name"], "gate")
+    cluster.hollow.freeze(fleet.namespace, fresh["metadata"]["name"], "gate", spared=True)
     name = str(catch_ups(fleet)[0]["metadata"]["name"])
     try:
         if how == "cancel":

@@ -230,6 +230,7 @@ def test_a_crash_takes_the_children_along_and_fails_a_pod_that_never_restarts(po
     pods.wait_phase("parent", "Failed")
     assert pods.container("parent", "engine")["state"]["terminated"]["exitCode"] == 128 + signal.SIGKILL
     wait_until(lambda: not runs(child), "the child's end")
+    pods.cluster.hollow.thaw(pods.namespace, "parent", "engine")
     with pytest.raises(HollowError, match="does not run"):
         pods.cluster.hollow.crash(pods.namespace, "parent", "engine")
 
@@ -277,6 +278,7 @@ def test_deletion_kills_what_ignores_sigterm_after_the_grace_period(pods: Pods) 
 
 def test_a_frozen_container_answers_nothing_and_goes_on_after_the_thaw(pods: Pods) -> None:
     server = ["python", "-m", "http.server", "30000", "--bind", "$(IP)"]
+    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
     pods.create(
         "icy",
         container(
@@ -284,12 +286,13 @@ def test_a_frozen_container_answers_nothing_and_goes_on_after_the_thaw(pods: Pod
             server,
             env=[{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             ports=[{"name": "http", "containerPort": 30000}],
-            readinessProbe={"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1},
+            readinessProbe=probe,
+            livenessProbe={**probe, "terminationGracePeriodSeconds": 1},
         ),
     )
     pods.wait_ready("icy")
     pid = pods.pid("icy", "engine")
-    pods.cluster.hollow.freeze(pods.namespace, "icy", "engine")
+    pods.cluster.hollow.freeze(pods.namespace, "icy", "engine", spared=True)
     pods.wait_ready("icy", "False")
     assert runs(pid)
     # The kernel still accepts the connection: only the process is silent, as with a hung engine.
@@ -298,6 +301,10 @@ def test_a_frozen_container_answers_nothing_and_goes_on_after_the_thaw(pods: Pod
     pods.wait_ready("icy")
     assert pods.pid("icy", "engine") == pid
     assert pods.container("icy", "engine")["restartCount"] == 0
+    # Its liveness probe ends one that is not spared, and the new one is not frozen.
+    pods.cluster.hollow.freeze(pods.namespace, "icy", "engine")
+    wait_until(lambda: pods.container("icy", "engine")["restartCount"] == 1, "restart")
+    pods.wait_ready("icy")
 
 
 def test_the_mounted_service_account_token_is_accepted_by_the_apiserver(pods: Pods) -> None:

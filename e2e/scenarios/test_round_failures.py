@@ -31,7 +31,7 @@ def test_a_frozen_gate_in_staging_ends_with_the_staging_deadline(fleet: Fleet, c
     fleet.publish(1, bulk=256)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Staging", "Staging", every=0.01)
-    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate")
+    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate", spared=True)
     try:
         done = fleet.ended(name)
     finally:
@@ -213,7 +213,7 @@ def test_a_silent_engine_is_never_committed_around(fleet: Fleet, cluster: LocalC
     pods = serialized_fleet(
         fleet, 2, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 60}}
     )
-    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate")
+    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate", spared=True)
     fleet.publish(1)
     name = fleet.order(1)
     wait_until(lambda: fleet.phase(name) == "Holding", "Holding", 120)
@@ -241,7 +241,7 @@ def test_holding_has_an_exit_when_its_time_is_spent(
         },
     )
     silent = names(pods)[0]
-    cluster.hollow.freeze(fleet.namespace, silent, "gate")
+    cluster.hollow.freeze(fleet.namespace, silent, "gate", spared=True)
     fleet.publish(1)
     name = fleet.order(1)
     if on_failure == "Hold":
@@ -287,7 +287,7 @@ def test_cancel_while_holding_resumes_nobody_at_unproven_weights(fleet: Fleet, c
     pods = serialized_fleet(
         fleet, 2, sync={"deadlines": {"pendingSeconds": 30, "stagingSeconds": 20, "pausedSeconds": 60}}
     )
-    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate")
+    cluster.hollow.freeze(fleet.namespace, names(pods)[0], "gate", spared=True)
     fleet.publish(1)
     name = fleet.order(1)
     try:

@@ -88,14 +88,13 @@ class Silent(Round):
 
     def begin(self, arm: Arm) -> None:
         self.frozen: str | None = self.fleet.engines()[0]["metadata"]["name"]
-        self.stand.cluster.hollow.freeze(self.fleet.namespace, self.frozen, "gate")
+        self.stand.cluster.hollow.freeze(self.fleet.namespace, self.frozen, "gate", spared=True)
         arm()
         self.order()
 
     def drive(self) -> None:
         if self.frozen is not None and self.phase() in ("Holding", *TERMINAL):
-            # A gate that was frozen in the run before, too, may have been restarted by its liveness probe.
-            with suppress(HollowError):
+            with suppress(HollowError):  # It may have been replaced meanwhile.
                 self.stand.cluster.hollow.thaw(self.fleet.namespace, self.frozen, "gate")
             self.frozen = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.scenarios.conftest import fleet, operator
+from e2e.scenarios.kit import ROOT
 from tests.fault.scenarios import Scenario
 from tests.fault.stand import Stand
 from tests.fault.sweep import Crew, Report, Sweep, Try, in_shard
@@ -22,6 +24,10 @@ __all__ = ["fleet", "make_crew", "make_stand", "operator", "report", "stand", "s
 
 #: Where the sweeps keep what they tried (`make fault` sets it); without it nothing is kept.
 REPORT = os.environ.get("RLFLEET_FAULT_REPORT")
+#: What is tested, for the report.
+COMMIT = subprocess.run(
+    ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+).stdout.strip()
 #: `make fault SHARD=2/3` makes the second third of all tries: for several machines, or several runs.
 SHARD = os.environ.get("RLFLEET_FAULT_SHARD") or ""
 #: `make fault STANDS=n`: fleets of one scenario at the same time.
@@ -72,7 +78,7 @@ def make_stand(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., 
 @pytest.fixture(scope="session")
 def report(request: pytest.FixtureRequest) -> Report:
     """What all sweeps of this run, and of earlier ones with the same report file, tried."""
-    found = Report(Path(REPORT) if REPORT else None)
+    found = Report(Path(REPORT) if REPORT else None, COMMIT)
     request.config.stash[_REPORT] = found
     return found
 

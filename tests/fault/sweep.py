@@ -76,8 +76,10 @@ class Outcome:
 class Report:
     """Outcomes by scenario, in a file that a later run reads (``path`` None: in memory only). Thread-safe."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, commit: str = "") -> None:
+        """``commit``: what is tested, noted beside each outcome."""
         self.path = path
+        self.commit = commit
         self.scenarios: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         if path is not None and path.exists():
@@ -98,7 +100,8 @@ class Report:
     def add(self, scenario: str, outcome: Outcome) -> None:
         """One more."""
         with self._lock:
-            self.scenarios.setdefault(scenario, {"outcomes": {}})["outcomes"][outcome.name] = asdict(outcome)
+            entry = self.scenarios.setdefault(scenario, {"outcomes": {}})
+            entry["outcomes"][outcome.name] = asdict(outcome) | {"commit": self.commit}
             self._write()
 
     def merge(self, other: Report) -> None:
@@ -139,7 +142,8 @@ class Report:
             lines.append(
                 f"{name}: {entry.get('points', 0)} points, {len(outcomes)} of {tries} tries made ({reached} reached "
                 f"their point), {converged} converged ({direct} at once, {converged - direct} with the next version), "
-                f"{broken} violations, {seconds / max(1, len(outcomes)):.1f} s each"
+                f"{broken} violations, {seconds / max(1, len(outcomes)):.1f} s each, "
+                f"of {', '.join(sorted({o.get('commit') or 'an unknown commit' for o in outcomes}))}"
             )
             for o in outcomes:
                 if not o["converged"] or o["problems"]:

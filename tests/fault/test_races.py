@@ -38,7 +38,7 @@ def test_a_gate_that_answers_late_is_closed_before_the_commit(fleet: Fleet, clus
     """Silent when members were frozen, serving the old version all the time: fencing alone would leave it open."""
     pods = serialized_fleet(fleet, 2, sync=paused_seconds(60))
     late = pods[0]
-    cluster.hollow.freeze(fleet.namespace, late["metadata"]["name"], "gate")
+    cluster.hollow.freeze(fleet.namespace, late["metadata"]["name"], "gate", spared=True)
     try:
         name = started(fleet, 1, "Holding")
         assert not fleet.paused(late)
@@ -74,7 +74,7 @@ def test_a_gate_that_falls_silent_while_it_loads_leaves_time_to_prove_the_others
     # The gate of the pod that comes in its place takes its time to start.
     cluster.hollow.stall(fleet.namespace, "e-0-", "gate")
     name = started(fleet, 1, "Transferring")
-    cluster.hollow.freeze(fleet.namespace, pods[0]["metadata"]["name"], "gate")
+    cluster.hollow.freeze(fleet.namespace, pods[0]["metadata"]["name"], "gate", spared=True)
 
     def successor() -> dict[str, Any] | None:
         return next((p for p in fleet.engines() if p["metadata"]["uid"] not in old), None)

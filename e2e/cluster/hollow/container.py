@@ -85,6 +85,8 @@ class Container:
         self.last_state: Object = {}
         self.process: HostProcess | None = None
         self.exit_code: int | None = None
+        #: Whether its liveness probe ends it not. See ``HollowControl.freeze``.
+        self.spared = False
         self._policy = "Always" if kind is Kind.SIDECAR else policy
         self._ip = pod_ip
         self._grace = grace_seconds
@@ -230,7 +232,7 @@ class Container:
     async def _liveness(self, prober: Prober, probe: Object, process: HostProcess) -> None:
         async with aclosing(prober.verdicts(probe)) as verdicts:
             async for passed in verdicts:
-                if not passed:
+                if not passed and not self.spared:
                     await self._unhealthy(process, "liveness", probe)
                     return
 

@@ -42,16 +42,20 @@ class HollowControl:
         """SIGKILL to the container and its children. Returns when it has ended."""
         self._call("crash", namespace, pod, container)
 
-    def freeze(self, namespace: str, pod: str, container: str) -> None:
-        """SIGSTOP to the container and its children: it keeps its connections and answers nothing."""
-        self._call("freeze", namespace, pod, container)
+    def freeze(self, namespace: str, pod: str, container: str, spared: bool = False) -> None:
+        """SIGSTOP to the container and its children: it keeps its connections and answers nothing.
+
+        Its liveness probe ends it in the end. Not so if ``spared``: then it is silent like one that only its kubelet
+        reaches, for as long as a slow machine may take to come to the thaw.
+        """
+        self._call("freeze", namespace, pod, container, spared=spared)
 
     def stall(self, namespace: str, beginning: str, container: str) -> None:
         """The next container of this name that starts in a pod whose name begins so is frozen from its first moment."""
         self._call("stall", namespace, beginning, container)
 
     def thaw(self, namespace: str, pod: str, container: str) -> None:
-        """SIGCONT to a frozen container."""
+        """SIGCONT to a frozen container. One that was ended while it was frozen, by its liveness probe, needs none."""
         self._call("thaw", namespace, pod, container)
 
     def pid(self, namespace: str, pod: str, container: str) -> int:
@@ -66,8 +70,8 @@ class HollowControl:
         """The file with the container's output, all its restarts included."""
         return Path(self._call("log", namespace, pod, container)["path"])
 
-    def _call(self, command: str, namespace: str, pod: str, container: str) -> dict[str, Any]:
-        request = {"command": command, "namespace": namespace, "pod": pod, "container": container}
+    def _call(self, command: str, namespace: str, pod: str, container: str, **more: bool) -> dict[str, Any]:
+        request = {"command": command, "namespace": namespace, "pod": pod, "container": container, **more}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
             channel.settimeout(_TIMEOUT_SECONDS)
             try:

@@ -177,12 +177,17 @@ class HollowKubelet:
             return {}
         container = self._find(namespace, name, request["container"])
         process = container.process
+        if command == "thaw":
+            container.spared = False
         if process is None or process.exit_code is not None:
+            if command == "thaw":
+                return {}  # Its liveness probe may have ended it at any moment: what does not run is not frozen.
             raise LookupError(f"container {container.name} of {namespace}/{name} does not run")
         if command == "crash":
             process.signal(signal.SIGKILL)
             await process.wait()
         elif command == "freeze":
+            container.spared = request["spared"]
             process.signal(signal.SIGSTOP)
         elif command == "thaw":
             process.signal(signal.SIGCONT)
