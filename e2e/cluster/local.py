@@ -146,7 +146,9 @@ class LocalCluster:
             # First, while the apiserver still answers: it terminates the containers, and releases its addresses.
             processes.stop([process], grace_seconds=_HOLLOW_STOP_SECONDS)
         ControlPlane(self.state, {}, record.mark).stop()
-        self._reader = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         killed = processes.sweep(record.mark)
         if killed:
             self._say(f"killed {len(killed)} processes that had lost their parent")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
+
+import httpx
 
 from e2e.cluster.controlplane import ADMIN, ClusterError
 
@@ -76,17 +77,30 @@ def applied_path(obj: Mapping[str, Any]) -> str | None:
 
 
 class Reader:
-    """Requests with the admin's certificate. A connection per request, so there is nothing to close."""
+    """Requests with the admin's certificate. Thread-safe.
+
+    Connections are kept: tests poll many times a second, and a TLS handshake costs both sides more than the request.
+    """
 
     def __init__(self, server: str, pki: Path) -> None:
-        self._address = urlsplit(server).netloc
-        self._context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
-        self._context.load_cert_chain(pki / f"{ADMIN}.crt", pki / f"{ADMIN}.key")
+        context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
+        context.load_cert_chain(pki / f"{ADMIN}.crt", pki / f"{ADMIN}.key")
+        self._http = httpx.Client(
+            base_url=server,
+            verify=context,
+            timeout=_TIMEOUT_SECONDS,
+            trust_env=False,
+            headers={"Accept": "application/json", "User-Agent": "rlfleet-tests"},
+        )
+
+    def close(self) -> None:
+        """Close what is kept."""
+        self._http.close()
 
     def get(self, path: str) -> Any:
         """The answer's object; items of a list carry kind and apiVersion as kubectl's do."""
         status, text = self._call("GET", path)
-        if status != http.client.OK:
+        if status != httpx.codes.OK:
             raise ClusterError(f"GET {path}: {_refusal(status, text)}")
         answer = json.loads(text)
         if "items" in answer:
@@ -101,21 +115,22 @@ class Reader:
             return False
         query = "?fieldManager=kubectl&fieldValidation=Strict&force=true"
         status, _ = self._call("PATCH", path + query, json.dumps(obj), {"Content-Type": "application/apply-patch+yaml"})
-        return status in (http.client.OK, http.client.CREATED)
+        return status in (httpx.codes.OK, httpx.codes.CREATED)
 
     def _call(
         self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        connection = http.client.HTTPSConnection(self._address, timeout=_TIMEOUT_SECONDS, context=self._context)
-        try:
-            given = {"Accept": "application/json", "User-Agent": "rlfleet-tests", **(headers or {})}
-            connection.request(method, path, body, given)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except OSError as error:
-            raise ClusterError(f"{method} {path}: {error}") from error
-        finally:
-            connection.close()
+        for last in (False, True):
+            try:
+                answer = self._http.request(method, path, content=body, headers=headers)
+                return answer.status_code, answer.content
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                # A killed apiserver leaves connections that look open. All that is sent here may be sent twice.
+                if last:
+                    raise ClusterError(f"{method} {path}: {error!r}") from error
+            except httpx.TransportError as error:
+                raise ClusterError(f"{method} {path}: {error!r}") from error
+        raise AssertionError("unreachable")
 
 
 def _refusal(status: int, text: bytes) -> str:

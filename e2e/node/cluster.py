@@ -114,7 +114,9 @@ class RealNode(LocalCluster):
         self._stop(places, _DNS)
         ControlPlane(self.state, {}, record.mark).stop()
         self._stop(places, "containerd")
-        self._reader = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         processes.sweep(record.mark)
         host.kill_cgroup(places.cgroup)
         host.remove_strays(self.state, places.pod_network)
