@@ -270,7 +270,7 @@ class Sweep:
             return self.scenario.over()
 
         while True:
-            wait_until(look, f"{self.scenario.name} to come to its end", LIMIT_SECONDS, every=0.05)
+            wait_until(look, f"{self.scenario.name} to come to its end", LIMIT_SECONDS, every=0.2)
             assert stand.wait_quiet(), "I9: writes do not cease"
             if first.running():
                 return
