@@ -10,6 +10,8 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,48 @@ async def test_on_a_terminal_it_has_colour_and_80_columns_unless_it_is_told_not_
         assert COLOUR.search(text)
         assert all(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= 80 for line in text.splitlines())
         assert not COLOUR.search(await on_terminal(kubeconfig, *words, NO_COLOR="1"))
+
+
+def lease(at: datetime) -> list[dict[str, Any]]:
+    """The operator's Lease, renewed then."""
+    spec = {
+        "holderIdentity": "rlfleet-0_uid_nonce",
+        "leaseDurationSeconds": 15,
+        "renewTime": at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+    }
+    return [{"metadata": {"name": "rlfleet-operator"}, "spec": spec}]
+
+
+async def test_a_status_that_nobody_keeps_up_to_date_says_so_first(kubeconfig: Path, apiserver: Apiserver) -> None:
+    async def said(*words: str) -> tuple[str, str]:
+        _, table, _ = await run(kubeconfig, "status", *words)
+        _, text, _ = await run(kubeconfig, "status", "-o", "json", *words)
+        assert json.loads(text)["pipelines"]
+        return table.splitlines()[0], json.loads(text)["operator"]["level"]
+
+    now = datetime.now(UTC)
+    apiserver.date = format_datetime(now, usegmt=True)
+    apiserver.objects["leases"] = lease(now)
+    assert await said() == ("t-8dbb0a5ba5/p  Readiness unknown (GatesUnreachable)", "Ok")
+    before = now - timedelta(minutes=10, seconds=20)
+    apiserver.objects["leases"] = lease(before)
+    first, level = await said()
+    assert first.startswith("! nobody keeps this up to date: the Lease of rlfleet-0_uid_nonce was renewed 10m ago")
+    assert level == "Failed"
+    # The clock that counts is the apiserver's: this machine's may be wrong.
+    apiserver.date = format_datetime(before, usegmt=True)
+    assert (await said())[1] == "Ok"
+    # Not known is not well.
+    first, level = await said("--context", "one")
+    assert first.startswith("! operator: whether one leads is not known: ")
+    assert level == "Unknown"
+    apiserver.objects["leases"] = []
+    first, level = await said()
+    assert first.startswith(
+        "! nobody keeps this up to date: there is no Lease rlfleet-operator in namespace rlfleet-system"
+    )
+    assert "--operator-namespace" in first
+    assert level == "Failed"
 
 
 async def test_documents_are_alone_on_standard_output(kubeconfig: Path) -> None:

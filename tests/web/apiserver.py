@@ -23,16 +23,23 @@ def _bears(obj: Any, wanted: list[tuple[str, str, str]]) -> bool:
 class Apiserver:
     """Serves ``objects``, which may be exchanged.
 
+    ``date``: what it says the time is, if not this machine's.
     ``seen``: (path, Authorization) of every request; ``looks``: paths of those that asked for more than one object.
     """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
+        self.date: str | None = None
         self.seen: list[tuple[str, str]] = []
         self.looks: list[str] = []
         app = web.Application()
         app.router.add_get("/{path:.*}", self._get)
+        app.on_response_prepare.append(self._dated)
         self.server = TestServer(app)
+
+    async def _dated(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self.date is not None:
+            response.headers["Date"] = self.date
 
     async def _get(self, request: web.Request) -> web.Response:
         who = request.headers.get("Authorization", "")
@@ -48,7 +55,7 @@ class Apiserver:
         if allowed is not None and namespace not in allowed:
             message = f'{parts[-1]} is forbidden: User "x" cannot list resource in namespace "{namespace}"'
             return web.json_response({"kind": "Status", "message": message}, status=403)
-        if parts[-2] in ("rlpipelines", "secrets"):
+        if parts[-2] in ("rlpipelines", "secrets", "leases"):
             return self._one(parts[-2], parts[-1])
         wanted = [w.partition("=") for w in request.query.get("labelSelector", "").split(",") if w]
         items: list[Any] = [o for o in self.objects.get(parts[-1], []) if _bears(o, wanted)]
@@ -58,9 +65,9 @@ class Apiserver:
         return web.json_response({"metadata": meta, "items": items[first : first + size]})
 
     def _one(self, kind: str, name: str) -> web.Response:
-        found = next((p for p in self.objects[kind] if p["metadata"]["name"] == name), None)
+        found = next((p for p in self.objects.get(kind, []) if p["metadata"]["name"] == name), None)
         if found is None:
             # As an apiserver writes it, which knows the kind.
-            group = "" if kind == "secrets" else f".{GROUP}"
+            group = {"secrets": "", "leases": ".coordination.k8s.io"}.get(kind, f".{GROUP}")
             return web.json_response({"message": f'{kind}{group} "{name}" not found'}, status=404)
         return web.json_response(found)

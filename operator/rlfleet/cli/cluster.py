@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -49,6 +51,9 @@ class Cluster:
     def __init__(self, access: credentials.Access, namespace: str | None) -> None:
         self.access = access
         self.namespace = namespace
+        self.ahead_ms: int | None = None
+        """By how many milliseconds this machine's clock is ahead of the apiserver's, by its last answer that told the
+        time."""
         self._http = access.connect("rlfleet-cli", seconds=CALL_SECONDS)
 
     @classmethod
@@ -180,7 +185,7 @@ class Cluster:
         """One call, whatever the answer; CliError where there is none."""
         content = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:
-            return self._http.request(
+            answer = self._http.request(
                 method,
                 path,
                 params=dict(params or {}),
@@ -193,6 +198,12 @@ class Cluster:
                 f"{e or type(e).__name__}. Is the cluster up, and is this the right --context?",
                 Exit.UNREACHABLE,
             ) from e
+        try:
+            told = parsedate_to_datetime(answer.headers["Date"])
+        except (KeyError, ValueError):
+            return answer
+        self.ahead_ms = time.time_ns() // 1_000_000 - round(told.timestamp() * 1000)
+        return answer
 
     def _refused(self, method: str, path: str, response: httpx.Response) -> CliError:
         try:

@@ -5,8 +5,6 @@ Invariant: one thing that can not be looked at keeps nothing else from being loo
 
 from __future__ import annotations
 
-import email.utils
-import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
@@ -63,7 +61,7 @@ def examine(way: reach.Way) -> list[Check]:
     found = [_apiserver(cluster), *_attempt("CRDs", lambda: [_crds(cluster)])]
     where = f"namespace {cluster.namespace}" if cluster.namespace else "all namespaces"
     found += _attempt("your rights", lambda: _rights(cluster, where))
-    found += _attempt("operator", lambda: [_operator(way)])
+    found += _attempt("operator", lambda: [reach.leadership(cluster, way.namespace)])
     try:
         pipelines, pools = cluster.list("rlpipelines"), cluster.list("enginepools")
     except CliError as e:
@@ -92,11 +90,9 @@ def _apiserver(cluster: Cluster) -> Check:
     response = cluster.send("GET", "/version")
     if response.status_code == 401:
         cluster.call("GET", "/version")  # raises, with what to do
-    date = response.headers.get("Date")
-    if not date:
+    if cluster.ahead_ms is None:
         return Check(Level.UNKNOWN, "clock of this machine", "the apiserver does not tell the time")
-    at = email.utils.parsedate_to_datetime(date).timestamp() * 1000
-    return checks.clock("this machine", int(time.time() * 1000 - at))
+    return checks.clock("this machine", cluster.ahead_ms)
 
 
 def _crds(cluster: Cluster) -> Check:
@@ -112,16 +108,6 @@ def _rights(cluster: Cluster, where: str) -> list[Check]:
         for verb, group, resource in USED
     }
     return checks.rights(allowed, where)
-
-
-def _operator(way: reach.Way) -> Check:
-    try:
-        found: Obj | None = way.cluster.get("leases", reach.LEASE, namespace=way.namespace)
-    except CliError as e:
-        if e.code is not Exit.NOT_FOUND:
-            raise
-        found = None
-    return checks.lease(found, options.now_ms(), way.namespace)
 
 
 def _classes(cluster: Cluster, pipelines: Sequence[Obj], pools: Sequence[Obj]) -> list[str] | None:

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from rlfleet.cli.cluster import Cluster
+from rlfleet.cli import checks, options
+from rlfleet.cli.cluster import Cluster, Obj
 from rlfleet.cli.failures import CliError, Exit
 
 #: Port of the page in the operator's pod (setting --web-bind).
@@ -159,6 +160,17 @@ def _reached(way: Way) -> Iterator[str]:
         timer.cancel()
         process.kill()
         process.communicate()
+
+
+def leadership(cluster: Cluster, namespace: str) -> checks.Check:
+    """Whether an operator leads, by its Lease and the apiserver's clock. CliError: it can not be read."""
+    found: Obj | None = None
+    try:
+        found = cluster.get("leases", LEASE, namespace=namespace)
+    except CliError as e:
+        if e.code is not Exit.NOT_FOUND:
+            raise
+    return checks.lease(found, options.now_ms() - (cluster.ahead_ms or 0), namespace)
 
 
 def leader(way: Way) -> str:

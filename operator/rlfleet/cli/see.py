@@ -6,13 +6,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 
+from rlfleet.cli import operator as reach
 from rlfleet.cli import options, tables
+from rlfleet.cli.checks import Check, Level
 from rlfleet.cli.cluster import Cluster
 from rlfleet.cli.failures import CliError
 from rlfleet.cli.output import Format, Tamed, console, dump, show, tame
@@ -34,16 +37,38 @@ def status(
     output: options.OutputOption = Format.TABLE,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
     interval: _SECONDS = 2.0,
+    operator_namespace: reach.OperatorNamespaceOption = "rlfleet-system",
     kubeconfig: options.KubeconfigOption = None,
     context: options.ContextOption = None,
 ) -> None:
-    """Show pipelines, pools and engines: state, version, fence, transport, GPUs, and what is wrong."""
+    """Show pipelines, pools and engines: state, version, fence, transport, GPUs, and what is wrong.
+
+    Above the table it is said when no operator leads: then all of it is what one saw before.
+    """
     with options.cluster(kubeconfig, context, namespace, everywhere=everywhere) as cluster:
+
+        def seen() -> _Seen:
+            return _Seen(_fleet(cluster, pipeline), _leads(cluster, operator_namespace))
+
         if not watch:
-            found = _fleet(cluster, pipeline)
-            _show(found, output)
+            _show(seen(), output)
             return
-        _watch(cluster, pipeline, output, interval)
+        _watch(seen, output, interval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One look. ``leads``: whether an operator keeps what is shown up to date."""
+
+    fleet: tuple[Pipeline, ...]
+    leads: Check
+
+
+def _leads(cluster: Cluster, namespace: str) -> Check:
+    try:
+        return reach.leadership(cluster, namespace)
+    except CliError as e:
+        return Check(Level.UNKNOWN, "operator", f"whether one leads is not known: {e}")
 
 
 def _fleet(cluster: Cluster, pipeline: str | None) -> tuple[Pipeline, ...]:
@@ -56,16 +81,17 @@ def _fleet(cluster: Cluster, pipeline: str | None) -> tuple[Pipeline, ...]:
     return chosen
 
 
-def _tree(found: tuple[Pipeline, ...], output: Format) -> RenderableType:
+def _tree(seen: _Seen, output: Format) -> RenderableType:
     encoding = (sys.stdout.encoding or "").lower()
-    return tables.status_tree(found, wide=output is Format.WIDE, ascii_only=not encoding.startswith("utf"))
+    tree = tables.status_tree(seen.fleet, wide=output is Format.WIDE, ascii_only=not encoding.startswith("utf"))
+    return tree if seen.leads.level is Level.OK else Group(tables.warning(seen.leads), tree)
 
 
-def _show(found: tuple[Pipeline, ...], output: Format) -> None:
+def _show(seen: _Seen, output: Format) -> None:
     if output in (Format.JSON, Format.YAML):
-        dump({"pipelines": found}, output)
+        dump({"operator": seen.leads, "pipelines": seen.fleet}, output)
     else:
-        show(_tree(found, output))
+        show(_tree(seen, output))
 
 
 class _Patience:
@@ -95,26 +121,28 @@ class _Patience:
         time.sleep(seconds)
 
 
-def _watch(cluster: Cluster, pipeline: str | None, output: Format, interval: float) -> None:
+def _watch(look: Callable[[], _Seen], output: Format, interval: float) -> None:
     """On a terminal one picture that changes in place; elsewhere one block for each change."""
     with _Patience() as patience:
-        _look(cluster, pipeline, output, lambda: patience.wait(interval))
+        _look(look, output, lambda: patience.wait(interval))
 
 
-def _look(cluster: Cluster, pipeline: str | None, output: Format, wait: Callable[[], None]) -> None:
+def _look(look: Callable[[], _Seen], output: Format, wait: Callable[[], None]) -> None:
     screen = console()
     if output in (Format.JSON, Format.YAML) or not screen.is_terminal:
         last: Any = None
         while True:
-            found = _fleet(cluster, pipeline)
-            if document(found) != last:
-                _show(found, output)
+            seen = look()
+            # Not the words on the operator: they tell for how long it has been away.
+            now = (document(seen.fleet), seen.leads.level)
+            if now != last:
+                _show(seen, output)
                 sys.stdout.flush()
-                last = document(found)
+                last = now
             wait()
     with Live(console=screen, auto_refresh=False, transient=False) as live:
         while True:
-            live.update(Tamed(_tree(_fleet(cluster, pipeline), output)), refresh=True)
+            live.update(Tamed(_tree(look(), output)), refresh=True)
             wait()
 
 

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rlfleet.cli.checks import Check, Level
 from rlfleet.show.facts import age, duration, size, version_text
 from rlfleet.show.fleet import Engine, Pipeline, Pool
 from rlfleet.show.rounds import PARTS, Member, Round, bar, meaning, remedy
@@ -60,6 +61,14 @@ def status_tree(found: Sequence[Pipeline], *, wide: bool, ascii_only: bool = Fal
             parts.append(Text())
         parts += _pipeline(p, wide=wide, ascii_only=ascii_only)
     return Group(*parts)
+
+
+def warning(check: Check) -> RenderableType:
+    """What is to be known before anything else is believed."""
+    message = f"{check.message}: {check.fix}" if check.fix else check.message
+    if check.level is Level.FAIL:
+        return _note(f"nobody keeps this up to date: {message}", 0)
+    return _note(f"{check.what}: {message}", 0, _WAIT)
 
 
 def _pipeline(p: Pipeline, *, wide: bool, ascii_only: bool) -> Iterable[RenderableType]:
