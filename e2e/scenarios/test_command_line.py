@@ -108,6 +108,14 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     assert "AlreadyCommitted as Succeeded" in shell(*base, "--digest", digest, *allowed)
     assert "VersionNotHeld as Failed" in shell(*base, *allowed, code=1)
     assert "SenderNotReady" in shell("explain", "p", "--version", "7", *allowed, code=1)
+    # A round that waits for it is what is explained, not one that would supersede it.
+    waits = fleet.order(7)
+    would = shell.document("explain", "p", "--version", "7", *allowed, code=1)
+    assert (would["would"], would["reason"]) == ("WouldWait", "SenderNotReady")
+    assert (would["ordered"], would["supersedes"]) == (waits, [])
+    assert f"ordered already: round {waits}" in shell("explain", "p", "--version", "7", *allowed, code=1)
+    shell("cancel", waits)
+    wait_until(lambda: fleet.phase(waits) == "Cancelled", "the round that waits to be called off")
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     healthy = shell.document("doctor", "--operator-namespace", fleet.namespace, *allowed, code=1)
     assert [c["what"] for c in healthy["checks"] if c["level"] == "Failed"] == ["operator"]  # none was elected here

@@ -71,6 +71,8 @@ def explained(name: str, version: int, said: Mapping[str, Any]) -> RenderableTyp
     head.append(words, style=style)
     outcome = f" as {said['outcome']}" if said["would"] == "WouldEnd" else ""
     parts: list[RenderableType] = [head, Padding(Text(f"{said['reason']}{outcome}: {said['message']}"), (0, 0, 0, 2))]
+    if said.get("ordered"):
+        parts.append(Padding(Text(f"ordered already: round {said['ordered']}"), (0, 0, 0, 2)))
     if said["supersedes"]:
         parts.append(Padding(Text(f"supersedes: {', '.join(said['supersedes'])}"), (0, 0, 0, 2)))
     parts += [Padding(Text(f"{i}. {step}"), (0, 0, 0, 2)) for i, step in enumerate(said["steps"], 1)]

@@ -162,15 +162,19 @@ def _reached(way: Way) -> Iterator[str]:
         process.communicate()
 
 
-def leadership(cluster: Cluster, namespace: str) -> checks.Check:
-    """Whether an operator leads, by its Lease and the apiserver's clock. CliError: it can not be read."""
+def leadership(cluster: Cluster, namespace: str, missing: checks.Level = checks.Level.FAIL) -> checks.Check:
+    """Whether an operator leads, by its Lease and the apiserver's clock. CliError: it can not be read.
+
+    ``missing``: what it means that there is no Lease; one that runs without an election has none.
+    """
     found: Obj | None = None
     try:
         found = cluster.get("leases", LEASE, namespace=namespace)
     except CliError as e:
         if e.code is not Exit.NOT_FOUND:
             raise
-    return checks.lease(found, options.now_ms() - (cluster.ahead_ms or 0), namespace)
+    check = checks.lease(found, options.now_ms() - (cluster.ahead_ms or 0), namespace)
+    return check if found is not None else replace(check, level=missing)
 
 
 def leader(way: Way) -> str:

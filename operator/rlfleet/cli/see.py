@@ -66,7 +66,7 @@ class _Seen:
 
 def _leads(cluster: Cluster, namespace: str) -> Check:
     try:
-        return reach.leadership(cluster, namespace)
+        return reach.leadership(cluster, namespace, Level.UNKNOWN)
     except CliError as e:
         return Check(Level.UNKNOWN, "operator", f"whether one leads is not known: {e}")
 

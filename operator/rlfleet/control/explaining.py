@@ -132,6 +132,8 @@ def would(found: Look, wanted: Wanted) -> Explanation:
         expected_committed=committed.version if wanted.rollback and committed is not None else None,
     )
     unclaimed = [r for r in found.rounds if kind_of(r) == "Refresh" and r["metadata"]["uid"] != active.get("uid")]
+    waiting = next((r for r in map(ref_of, unclaimed) if _is_meant(r, wanted)), None)
+    ref = waiting or ref
     blocked = poisoned_fence(ctx, ledger)
     live = [e for e in found.fleet.engines.values() if not e.gone]
     sorted_ = triage_now(
@@ -139,7 +141,7 @@ def would(found: Look, wanted: Wanted) -> Explanation:
         ledger,
         found.sender,
         live,
-        [*(ref_of(r) for r in unclaimed), ref],
+        [*(ref_of(r) for r in unclaimed if r["metadata"]["uid"] != ref.uid), ref],
         expected=found.expected,
         blocked=blocked,
     )
@@ -150,7 +152,7 @@ def would(found: Look, wanted: Wanted) -> Explanation:
             size = slot.total_bytes
             plan = freeze_now(ledger.spec, found.fleet, found.sender, slot)
     owner = f"{active['kind']} {active['name']}" if active else None
-    return explain(
+    found_out = explain(
         ref,
         sorted_,
         plan,
@@ -159,6 +161,16 @@ def would(found: Look, wanted: Wanted) -> Explanation:
         mode=wanted_mode(ledger.spec["sync"]),
         total_bytes=size,
         owner=owner,
+    )
+    return replace(found_out, ordered=waiting.name if waiting is not None else None)
+
+
+def _is_meant(ref: RoundRef, wanted: Wanted) -> bool:
+    """The round is what the person thinks of: asking for it once more would find it."""
+    return (
+        ref.version == wanted.version
+        and ref.allow_rollback == wanted.rollback
+        and wanted.digest in (None, ref.manifest_digest)
     )
 
 

@@ -55,6 +55,8 @@ class Explanation:
     engines: tuple[EngineExplained, ...] = ()
     may_miss: int | None = None
     """How many engines may be missing (maxUnavailable) for it to commit."""
+    ordered: str | None = None
+    """Name of the round that waits for this already, if there is one: all that is said is said of it."""
 
 
 def explain(
