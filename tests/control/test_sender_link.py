@@ -10,8 +10,8 @@ import pytest
 from rlfleet.api import wire
 from rlfleet.api.conditions import Reason
 from rlfleet.control.context import Context, SystemClock
-from rlfleet.control.peers import Caller, Peer
-from rlfleet.control.rounds.sender_link import SenderLink
+from rlfleet.control.peers import Caller, Peer, Silent
+from rlfleet.control.rounds.sender_link import RELEASE_SECONDS, SenderLink
 
 PEER = Peer("trainer", "uid-1", "http://127.0.0.1:9450")
 CALLER = Caller("p", "round", 5)
@@ -46,6 +46,36 @@ async def test_an_order_is_waited_for_although_the_sender_is_not_found_any_more(
     sender.link, link.peer = link, PEER
     ended = await link.run(CALLER, "Push", 1, None, incarnation="i", deadline=SystemClock().monotonic() + 60)
     assert ended == record(wire.OperationState.SUCCEEDED)
+
+
+class Deaf:
+    """Answers no release before the ``heard``-th, if ever."""
+
+    def __init__(self, heard: float) -> None:
+        self.heard, self.asked = heard, 0
+
+    async def release(self, peer: Peer, caller: Caller) -> str:
+        self.asked += 1
+        if self.asked < self.heard:
+            raise Silent(peer, "no answer")
+        return "released"
+
+
+@pytest.mark.parametrize("heard", [1, 3])
+async def test_a_hold_whose_end_was_not_heard_is_ended_anew(heard: int) -> None:
+    sender = Deaf(heard)
+    link = SenderLink(cast(Context, SimpleNamespace(peers=sender, clock=SystemClock())), "ns", "p", "uid-p", peer=PEER)
+    await link.release(CALLER)
+    assert (sender.asked, cast(Any, link.status)) == (heard, "released")
+
+
+async def test_a_sender_that_hears_nothing_keeps_no_round_from_ending() -> None:
+    times = iter(range(100))
+    clock = SimpleNamespace(monotonic=lambda: float(next(times)))
+    sender = Deaf(float("inf"))
+    link = SenderLink(cast(Context, SimpleNamespace(peers=sender, clock=clock)), "ns", "p", "uid-p", peer=PEER)
+    await link.release(CALLER)
+    assert sender.asked == RELEASE_SECONDS
 
 
 @pytest.mark.parametrize(

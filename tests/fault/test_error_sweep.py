@@ -10,7 +10,7 @@ import pytest
 from e2e.scenarios.kit import TERMINAL, wait_until
 from tests.fault.calls import Call
 from tests.fault.conftest import MakeCrew
-from tests.fault.proxy import RETRY_AFTER_SECONDS, Fault, Rule, of_record
+from tests.fault.proxy import RETRY_AFTER_SECONDS, Fault, Rule, at, of_record
 from tests.fault.scenarios import DISK, Round, plain_round
 from tests.fault.stand import Stand
 from tests.fault.sweep import Outcome, Report, Sweep, Try, healthy, sample, swept
@@ -149,6 +149,19 @@ def test_every_gate_and_sender_call_is_struck_once(stand: Stand, fault: Fault) -
     struck = strike_each_once(stand, fault, lambda call: call.lane == "peer")
     # Orders to gates and sender, polls, and the sender's own pushes.
     assert {"POST e-0 Pause", "POST e-1 Load", "POST sender Push", "GET sender status", "PUT e-0 manifest"} <= struck
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.BUSY])
+def test_a_hold_whose_end_was_not_heard_keeps_no_trainer_waiting(stand: Stand, fault: Fault) -> None:
+    stand.wait_steady("the fleet to be steady before a round")
+    stand.proxy.watch()
+    rule = stand.proxy.strike(Rule(at("POST sender release #1"), fault))
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    name = stand.fleet.order(version)
+    # What is published next waits for the hold's end, and not for as long as the hold may last.
+    after(stand, name)
+    assert rule.struck == 1
 
 
 def faults_of(sweep: Sweep) -> list[Try]:

@@ -36,6 +36,8 @@ Obj = dict[str, Any]
 
 #: Audience of control tokens for a sender that is named by URL: no pod UID is known for it.
 URL_SENDER = "rlfleet-sender"
+#: For so long a sender is told again that a hold has ended, if it did not answer.
+RELEASE_SECONDS = 3.0
 
 
 @dataclass(slots=True)
@@ -180,15 +182,25 @@ class SenderLink:
         return urlsplit(self.peer.url).hostname or ""
 
     async def release(self, caller: Caller) -> None:
-        """End the hold of the caller's operation, so that a trainer that waits for it can publish."""
+        """End the hold of the caller's operation, so that a trainer that waits for it can publish.
+
+        What is not answered is asked again for a while: nobody comes back to it, and until the hold's own deadline the
+        trainer could publish nothing.
+        """
         if self.peer is None:
             return
-        try:
-            self.status = await self.ctx.peers.release(self.peer, caller)
-            self.unheard = False
-        except PeerError as e:
-            # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
-            log.info("hold not released", extra={"roundUID": caller.operation, "why": str(e)})
+        until = self.ctx.clock.monotonic() + RELEASE_SECONDS
+        while True:
+            try:
+                self.status = await self.ctx.peers.release(self.peer, caller)
+                self.unheard = False
+                return
+            except PeerError as e:
+                # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
+                if isinstance(e, Refused) or self.ctx.clock.monotonic() >= until:
+                    log.info("hold not released", extra={"roundUID": caller.operation, "why": str(e)})
+                    return
+            await asyncio.sleep(0.2)
 
     async def run(
         self,
