@@ -85,8 +85,9 @@ class Container:
         self.last_state: Object = {}
         self.process: HostProcess | None = None
         self.exit_code: int | None = None
-        #: Whether its liveness probe ends it not. See ``HollowControl.freeze``.
+        #: Whether its liveness probe ends it not (see ``HollowControl.freeze``); after a thaw, until it has passed once.
         self.spared = False
+        self.thawed = False
         self._policy = "Always" if kind is Kind.SIDECAR else policy
         self._ip = pod_ip
         self._grace = grace_seconds
@@ -232,6 +233,8 @@ class Container:
     async def _liveness(self, prober: Prober, probe: Object, process: HostProcess) -> None:
         async with aclosing(prober.verdicts(probe)) as verdicts:
             async for passed in verdicts:
+                if passed and self.thawed:
+                    self.spared = self.thawed = False
                 if not passed and not self.spared:
                     await self._unhealthy(process, "liveness", probe)
                     return

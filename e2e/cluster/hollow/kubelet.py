@@ -178,7 +178,7 @@ class HollowKubelet:
         container = self._find(namespace, name, request["container"])
         process = container.process
         if command == "thaw":
-            container.spared = False
+            container.thawed = True  # a probe that is under way met it frozen, and may still fail
         if process is None or process.exit_code is not None:
             if command == "thaw":
                 return {}  # Its liveness probe may have ended it at any moment: what does not run is not frozen.
@@ -187,7 +187,7 @@ class HollowKubelet:
             process.signal(signal.SIGKILL)
             await process.wait()
         elif command == "freeze":
-            container.spared = request["spared"]
+            container.spared, container.thawed = request["spared"], False
             process.signal(signal.SIGSTOP)
         elif command == "thaw":
             process.signal(signal.SIGCONT)
