@@ -85,7 +85,7 @@ class Container:
         self.last_state: Object = {}
         self.process: HostProcess | None = None
         self.exit_code: int | None = None
-        #: Whether its liveness probe ends it not (see ``HollowControl.freeze``); after a thaw, until it has passed once.
+        #: Its liveness probe does not end it (``HollowControl.freeze``); after a thaw, until it has passed once.
         self.spared = False
         self.thawed = False
         self._policy = "Always" if kind is Kind.SIDECAR else policy
