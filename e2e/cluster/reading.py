@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,12 @@ class Reader:
             trust_env=False,
             headers={"Accept": "application/json", "User-Agent": "rlfleet-tests"},
         )
+        # A cluster may be looked at by more than one object, of which only one takes it down.
+        self._end = weakref.finalize(self, self._http.close)
 
     def close(self) -> None:
-        """Close what is kept."""
-        self._http.close()
+        """Close what is kept. Whoever is forgotten without it is closed, too."""
+        self._end()
 
     def get(self, path: str) -> Any:
         """The answer's object; items of a list carry kind and apiVersion as kubectl's do."""
