@@ -51,11 +51,16 @@ async def test_an_order_is_waited_for_although_the_sender_is_not_found_any_more(
 class Deaf:
     """Answers no release before the ``heard``-th, if ever."""
 
+    link: SenderLink | None = None
+
     def __init__(self, heard: float) -> None:
         self.heard, self.asked = heard, 0
 
     async def release(self, peer: Peer, caller: Caller) -> str:
+        assert peer == PEER
         self.asked += 1
+        if self.link is not None:
+            self.link.peer = None  # somebody looks for the sender meanwhile, and finds none
         if self.asked < self.heard:
             raise Silent(peer, "no answer")
         return "released"
@@ -65,6 +70,7 @@ class Deaf:
 async def test_a_hold_whose_end_was_not_heard_is_ended_anew(heard: int) -> None:
     sender = Deaf(heard)
     link = SenderLink(cast(Context, SimpleNamespace(peers=sender, clock=SystemClock())), "ns", "p", "uid-p", peer=PEER)
+    sender.link = link
     await link.release(CALLER)
     assert (sender.asked, cast(Any, link.status)) == (heard, "released")
 

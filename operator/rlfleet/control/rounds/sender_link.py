@@ -187,12 +187,14 @@ class SenderLink:
         What is not answered is asked again for a while: nobody comes back to it, and until the hold's own deadline the
         trainer could publish nothing.
         """
-        if self.peer is None:
+        # The one that holds: whoever looks for the sender anew between two tries may find none, or another.
+        peer = self.peer
+        if peer is None:
             return
         until = self.ctx.clock.monotonic() + RELEASE_SECONDS
         while True:
             try:
-                self.status = await self.ctx.peers.release(self.peer, caller)
+                self.status = await self.ctx.peers.release(peer, caller)
                 self.unheard = False
                 return
             except PeerError as e:
