@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := operator:.
+# With it every process that is started compiles all its modules anew; tests and demo start thousands.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test engines test-engines fault soak cluster cluster-down node node-down image e2e-node generate verify docs lock bench clean
 
