@@ -48,7 +48,7 @@ test-engines: engines ## all tests with real SGLang and vLLM engines, in a netwo
 	@$(BIN)/python -m e2e.engines test $(if $(SHORT),e2e/scenarios/test_real_engines.py -m "engines and not slow") $(ARGS)
 
 fault: $(STAMP) ## everything that `make test` samples: all points of the sweeps, the larger model, slow scenarios (hours; SHARD=1/3, STANDS=n, SECONDS=n per sweep, ARGS="-k ...", POINTS=n, POINT=text, REPEAT=n)
-	@RLFLEET_HOLLOW_NURSERY=1 RLFLEET_FAULT_REPORT=.fault/report$(if $(SHARD),-$(subst /,of,$(SHARD))).json RLFLEET_FAULT_SHARD=$(SHARD) \
+	@RLFLEET_FAULT_REPORT=.fault/report$(if $(SHARD),-$(subst /,of,$(SHARD))).json RLFLEET_FAULT_SHARD=$(SHARD) \
 	  RLFLEET_FAULT_STANDS=$(STANDS) RLFLEET_FAULT_SECONDS=$(SECONDS) RLFLEET_FAULT_REPEAT=$(REPEAT) RLFLEET_FAULT_POINTS=$(POINTS) RLFLEET_FAULT_POINT="$(POINT)" \
 	  $(BIN)/python -m pytest tests/fault $(wildcard tests/model) e2e/scenarios -m "" $(ARGS)
 

@@ -20,7 +20,7 @@ _POLICY_SECONDS = 180.0
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """One cluster for the whole run: control plane, CRDs, the chart's roles, hollow nodes."""
-    with LocalCluster(tmp_path_factory.mktemp("cluster"), nodes=NODES, say=print) as started:
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), nodes=NODES, say=print, nursery=True) as started:
         yield started
 
 

@@ -42,8 +42,6 @@ OPERATOR_NAME = "rlfleet"
 _QUIET = {"replicas": "0", "routerKeySecrets": "{router-keys}"}
 _TOKEN_SECONDS = 365 * 24 * 3600
 _HOLLOW = "hollow-kubelet"
-#: Set it to have gates and engines forked instead of started, as sweeps do: a start takes a second of CPU time.
-_NURSERY = "RLFLEET_HOLLOW_NURSERY"
 _HOLLOW_STOP_SECONDS = 20.0
 
 Say = Callable[[str], None]
@@ -63,15 +61,23 @@ class LocalCluster:
 
     As a context manager it starts on entry and is removed on exit, even when the process is killed in between.
     ``nodes`` is the number of hollow nodes; 0 starts the control plane alone. ``bare`` leaves out CRDs and chart
-    (``install`` adds them later). ``say`` receives progress lines.
+    (``install`` adds them later). ``nursery``: gates and engines are forked instead of started, for tests: a start of
+    Python takes a second of CPU time and more. ``say`` receives progress lines.
     """
 
     def __init__(
-        self, state: Path = DEFAULT_STATE, nodes: int = 4, say: Say = lambda line: None, *, bare: bool = False
+        self,
+        state: Path = DEFAULT_STATE,
+        nodes: int = 4,
+        say: Say = lambda line: None,
+        *,
+        bare: bool = False,
+        nursery: bool = False,
     ) -> None:
         self.state = Path(state).resolve()
         self.nodes = nodes
         self.bare = bare
+        self.nursery = nursery
         self._say = say
         self._programs: dict[str, Path] = {}
         self._reader: Reader | None = None
@@ -326,7 +332,7 @@ class LocalCluster:
                 f"--memory-folder={memory_folder(mark)}",
                 f"--nodes={self.nodes}",
                 f"--mark={mark}",
-                *(["--nursery"] if os.environ.get(_NURSERY) else []),
+                *(["--nursery"] if self.nursery else []),
             ],
             log=log,
             environment={

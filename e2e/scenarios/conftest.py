@@ -8,9 +8,17 @@ import pytest
 
 from e2e.cluster.local import LocalCluster
 from e2e.engines.fixtures import expected, models, private_network, told
-from e2e.scenarios.kit import Fleet, Operator
+from e2e.scenarios.kit import Fleet, Operator, operators
 
 __all__ = ["expected", "models", "private_network", "told"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    """Operators are forked by a process that has imported them."""
+    with operators() as Operator.nursery:
+        yield
+    Operator.nursery = None
 
 
 @pytest.fixture(scope="module")

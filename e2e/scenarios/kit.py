@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from e2e.cluster.local import LocalCluster
+from e2e.cluster.nursery import Nursery
 from e2e.scenarios.ports import CONTROL_PORT
 from rlfleet.api.naming import round_name
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
+_PROGRAM = "rlfleet.app.cli"
 TERMINAL = ("Succeeded", "Failed", "Superseded", "Cancelled", "Expired")
 
 
@@ -87,8 +89,17 @@ class Process(Protocol):
         """Send a signal."""
 
 
+def operators() -> Nursery:
+    """A nursery of operators; the command line imports the operator only when it runs it."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
+    return Nursery([_PROGRAM, "e2e.scenarios.imported"], environment)
+
+
 class Operator:
     """One operator process."""
+
+    #: Forks it, where that makes no difference; None: it is started.
+    nursery: Nursery | None = None
 
     def __init__(self, cluster: LocalCluster, folder: Path, **env: str) -> None:
         self.cluster = cluster
@@ -121,11 +132,13 @@ class Operator:
 
     def spawn(self, arguments: list[str], env: dict[str, str], out: IO[bytes]) -> Process:
         """A process that runs our command line."""
+        if self.nursery is not None and self.nursery.bears(_PROGRAM, env):
+            return self.nursery.fork(_PROGRAM, arguments, env, str(self.folder), str(self.log))
         # It ends with the thread that starts it: tests that were cut short left operators behind, which polled on.
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "rlfleet.app.cli", *arguments],
+            [*prefix, sys.executable, "-m", _PROGRAM, *arguments],
             env=env,
             stdout=out,
             stderr=out,

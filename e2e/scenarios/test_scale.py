@@ -21,7 +21,7 @@ ENGINES = 64
 @pytest.fixture
 def wide(tmp_path: Path) -> Iterator[LocalCluster]:
     """A cluster of its own with room for 64 GPUs."""
-    with LocalCluster(tmp_path / "cluster", nodes=ENGINES // 8, say=print) as started:
+    with LocalCluster(tmp_path / "cluster", nodes=ENGINES // 8, say=print, nursery=True) as started:
         yield started
 
 

@@ -12,6 +12,7 @@ from rlfleet.api.conditions import Reason
 from rlfleet.control.context import Context, SystemClock
 from rlfleet.control.peers import Caller, Peer, Silent
 from rlfleet.control.rounds.sender_link import RELEASE_SECONDS, SenderLink
+from rlfleet.plan.checkpoint import SHELF
 
 PEER = Peer("trainer", "uid-1", "http://127.0.0.1:9450")
 CALLER = Caller("p", "round", 5)
@@ -82,6 +83,37 @@ async def test_a_sender_that_hears_nothing_keeps_no_round_from_ending() -> None:
     link = SenderLink(cast(Context, SimpleNamespace(peers=sender, clock=clock)), "ns", "p", "uid-p", peer=PEER)
     await link.release(CALLER)
     assert sender.asked == RELEASE_SECONDS
+
+
+def holding(operation: str, *, fence: wire.Held, hold: str | None = None) -> wire.SenderStatus:
+    kept = wire.SenderHold(operation=hold or operation, version=1, manifest_digest="sha256:" + "0" * 64, expires_ms=1)
+    return SHELF.model_copy(update={"hold": kept, "fence": fence})
+
+
+@pytest.mark.parametrize(
+    ("said", "released"),
+    [
+        (holding("round", fence=wire.Held(pipeline="uid-p", operation="round", generation=7)), True),
+        (holding("round", fence=wire.Held(pipeline="uid-p", operation="newer", generation=8)), False),
+        (holding("round", fence=wire.Held(pipeline="another", operation="round", generation=7)), False),
+        (SHELF, False),
+        (None, False),
+    ],
+    ids=["its own fence", "a newer operation came", "another pipeline's", "no hold", "silent"],
+)
+async def test_a_hold_that_outlived_its_operation_is_ended_in_its_own_name(
+    said: wire.SenderStatus | None, released: bool
+) -> None:
+    told: list[Caller] = []
+
+    async def release(peer: Peer, caller: Caller) -> wire.SenderStatus:
+        told.append(caller)
+        return SHELF
+
+    ctx = cast(Context, SimpleNamespace(peers=SimpleNamespace(release=release), clock=SystemClock()))
+    link = SenderLink(ctx, "ns", "p", "uid-p", peer=PEER, status=said)
+    await link.end_left_hold()
+    assert told == ([Caller("uid-p", "round", 7)] if released else [])
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,7 @@ def main() -> int:
     print(f"soak: {arguments.minutes:g} minutes, seed {seed} (SEED={seed} asks for the same faults)", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="rlfleet-soak-"))
     try:
-        with LocalCluster(folder / "cluster", nodes=arguments.nodes, say=print) as cluster:
+        with LocalCluster(folder / "cluster", nodes=arguments.nodes, say=print, nursery=True) as cluster:
             soak = Soak(cluster, folder / "stand", minutes=arguments.minutes, seed=seed, operators=arguments.operators)
             try:
                 totals = soak.run()

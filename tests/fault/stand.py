@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from e2e.cluster.local import ClusterError, LocalCluster
 from e2e.scenarios.adopting import example
-from e2e.scenarios.kit import Fleet, Operator, wait_until
+from e2e.scenarios.kit import Fleet, Operator, operators, wait_until
 from rlfleet.api import labels
 from rlfleet.api.checkpoint import INCARNATION
 from rlfleet.plan.adopt import selector_of
@@ -28,7 +28,6 @@ from rlfleet.sender import checkpoint
 from tests.fault.calls import Journal
 from tests.fault.history import Recorder
 from tests.fault.invariants import Checker
-from tests.fault.nursery import NurseryOperator, operators
 from tests.fault.probe import Prober
 from tests.fault.proxy import FaultProxy
 
@@ -173,7 +172,7 @@ class Stand:
             self.make_fleet()
 
     def _instance(self, number: int) -> Instance:
-        operator = NurseryOperator(self.cluster, self.folder / f"operator-{number}")
+        operator = Operator(self.cluster, self.folder / f"operator-{number}")
         operator.nursery = self.nursery
         made = Instance(operator)
         proxy = self._stack.enter_context(

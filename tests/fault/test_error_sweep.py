@@ -164,6 +164,16 @@ def test_a_hold_whose_end_was_not_heard_keeps_no_trainer_waiting(stand: Stand, f
     assert rule.struck == 1
 
 
+def test_a_hold_whose_end_nobody_heard_is_ended_once_the_sender_answers(stand: Stand) -> None:
+    stand.wait_steady("the fleet to be steady before a round")
+    rule = stand.proxy.strike(Rule(lambda call: call.point.startswith("POST sender release"), Fault.BUSY, times=0))
+    version = stand.next_version()
+    stand.fleet.publish(version)
+    # The round is over although its last word to the sender was never heard; from then on the sender answers.
+    after(stand, stand.fleet.order(version))
+    assert rule.struck > 1
+
+
 def faults_of(sweep: Sweep) -> list[Try]:
     return [*sweep.tries(API_FAULTS, api), *sweep.tries(PEER_FAULTS, peer)]
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import Enum
@@ -53,11 +53,11 @@ class Launch:
     environment: dict[str, str]
     folder: Path
     log: Path
-    nursery: Nursery | None = None
+    nurseries: Sequence[Nursery] = ()
 
     def start(self, command: list[str] | None = None) -> HostProcess:
         """The process, or another one with all that is its own. Raises StartError."""
-        return HostProcess(command or self.command, self.environment, self.folder, self.log, self.nursery)
+        return HostProcess(command or self.command, self.environment, self.folder, self.log, self.nurseries)
 
 
 class Container:

@@ -11,7 +11,7 @@ import json
 import logging
 import signal
 import socket
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -28,8 +28,8 @@ from e2e.cluster.hollow.pod import Host, Pod, everywhere
 from e2e.cluster.nursery import Nursery
 from e2e.cluster.processes import CLUSTER_MARK
 
-#: Programs that most pods run.
-_NURSED = ("rlfleet.gate", "e2e.sim.engine")
+#: Programs that most pods of tests run; those that import torch apart from those that do not.
+_NURSED = (("rlfleet.gate", "e2e.sim.engine"), ("e2e.scenarios.publisher",))
 
 log = logging.getLogger("hollow.kubelet")
 
@@ -37,7 +37,7 @@ log = logging.getLogger("hollow.kubelet")
 class HollowKubelet:
     """Plays the kubelet for all nodes until it is cancelled; then every container is killed.
 
-    ``nursery``: gates and engines are forked by a process that has imported them.
+    ``nursery``: gates, engines and publishers are forked by a process that has imported them.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class HollowKubelet:
             await asyncio.to_thread(hardware.install_driver)
             environment = everywhere(self._root) | hardware.driver
             environment |= {"HOME": str(self._folder), CLUSTER_MARK: self._mark}
-            with Nursery(self._nursed, environment) if self._nursed else nullcontext() as nursery:
+            with ExitStack() as stack:
+                nurseries = [stack.enter_context(Nursery(modules, environment)) for modules in self._nursed]
                 self._host = Host(
-                    api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nursery
+                    api, probes, self._root, self._folder, self._memory_folder, self._mark, devices, hardware, nurseries
                 )
                 await self._serve()
 

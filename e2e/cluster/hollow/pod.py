@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Host:
     mark: str
     devices: Devices
     hardware: Hardware
-    nursery: Nursery | None
+    nurseries: Sequence[Nursery]
     stalls: list[tuple[str, str, str]] = field(default_factory=list)
     """Containers that stop as they start, once each: (namespace, beginning of the pod's name, container)."""
 
@@ -374,7 +375,7 @@ class Pod:
         if self._host.stalls_now(self.namespace, self.name, spec["name"]):
             # Stopped before its first instruction, however busy the machine is.
             words = ["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *words]
-        return Launch(words, variables, wanted, self.log_folder / f"{spec['name']}.log", self._host.nursery)
+        return Launch(words, variables, wanted, self.log_folder / f"{spec['name']}.log", self._host.nurseries)
 
     def _grace(self) -> float:
         return float(self._pod["spec"].get("terminationGracePeriodSeconds", 30))

@@ -26,7 +26,7 @@ class StartError(Exception):
 class HostProcess:
     """A started process. ``exit_code`` is None while it runs; ``environment`` is what it was started with.
 
-    ``nursery`` bears those that it can, once it is ready.
+    ``nurseries`` bear those that they can, once they are ready.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class HostProcess:
         environment: Mapping[str, str],
         folder: Path,
         log: Path,
-        nursery: Nursery | None = None,
+        nurseries: Sequence[Nursery] = (),
     ) -> None:
         path = environment.get("PATH", os.defpath)
         program = shutil.which(command[0], path=path) if "/" not in command[0] else command[0]
         if program is None or not os.access(program, os.X_OK):
             raise StartError(f'exec: "{command[0]}": executable file not found in $PATH')
-        self._process = self._born(nursery, program, command, environment, folder, log) or self._started(
+        self._process = self._born(nurseries, program, command, environment, folder, log) or self._started(
             program, command, environment, folder, log
         )
         self.pid = self._process.pid
@@ -54,18 +54,19 @@ class HostProcess:
 
     @staticmethod
     def _born(
-        nursery: Nursery | None,
+        nurseries: Sequence[Nursery],
         program: str,
         command: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
         log: Path,
     ) -> Forked | None:
-        if nursery is None or not nursery.ready.is_set() or command[1:2] != ["-m"] or len(command) < 3:
+        if command[1:2] != ["-m"] or len(command) < 3 or os.path.realpath(program) != os.path.realpath(sys.executable):
             return None
-        if os.path.realpath(program) != os.path.realpath(sys.executable) or not nursery.bears(command[2], environment):
-            return None
-        return nursery.fork(command[2], command[3:], environment, str(folder), str(log), kept=True)
+        for nursery in nurseries:
+            if nursery.ready.is_set() and nursery.bears(command[2], environment):
+                return nursery.fork(command[2], command[3:], environment, str(folder), str(log), kept=True)
+        return None
 
     @staticmethod
     def _started(

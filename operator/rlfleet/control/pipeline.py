@@ -161,6 +161,8 @@ async def _reconcile(ctx: Context, namespace: str, name: str) -> Result:
     # 5. the unclaimed
     open_rounds = {r["metadata"]["uid"]: r for r in rounds if not is_terminal(r)}
     replaced: frozenset[str] = frozenset()
+    if not active:
+        await rules.run(RuleName.HOLDS, sender.end_left_hold)
     if blocked is None:
         outlived = await rules.run(
             RuleName.OUTLIVED_ROUNDS, lambda: settle_outlived(ctx, ledger, view, open_rounds.values())

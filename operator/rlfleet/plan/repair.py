@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlfleet.api.wire import EngineState
+from rlfleet.api.wire import EngineState, Held, SenderStatus
 from rlfleet.plan.allowance import caught_up
 from rlfleet.plan.drops import is_closed
 from rlfleet.plan.rounds import TERMINAL, Committed, Engine
@@ -54,6 +54,19 @@ def needs(engines: Iterable[Engine], committed: Committed | None, *, pipeline: s
         if need is not None:
             found.append(Need(e.name, e.pod_uid, e.incarnation, *need))
     return tuple(found)
+
+
+def left_hold(sender: SenderStatus | None, *, pipeline: str) -> Held | None:
+    """The fence under which a sender holds weights for an operation that has ended; None: there is no such hold.
+
+    Only while nobody owns the pipeline (by UID): every operation that held has ended then. The hold is ended in its
+    operation's own name and under its own generation, so the sender refuses that once anybody newer was there; one
+    that a newer operation has overtaken without a hold of its own is left to its deadline.
+    """
+    if sender is None or sender.hold is None:
+        return None
+    fence = sender.fence
+    return fence if (fence.pipeline, fence.operation) == (pipeline, sender.hold.operation) else None
 
 
 def _need(e: Engine, committed: Committed | None, *, pipeline: str) -> tuple[Act, bool] | None:

@@ -33,6 +33,7 @@ class RuleName(StrEnum):
     OUTLIVED_ROUNDS = "OutlivedRounds"  # rounds whose status came back from the past are settled
     ABANDONED_ROUNDS = "AbandonedRounds"  # rounds in mid-air that no claim names are settled by evidence
     STRANGERS = "Strangers"  # engines of a deleted pipeline of the same name are taken over or replaced
+    HOLDS = "Holds"  # no sender holds weights for an operation that has ended
     PORT_CLAIMS = "PortClaims"  # rendezvous ports are free again once it is proven that nobody listens
     ENGINES = "Engines"  # engines are resumed, routed or closed by the resume rule
     ELASTIC = "Elastic"  # engines sleep or wake as spec.active and the trainer's demands want it

@@ -26,6 +26,7 @@ from rlfleet.kube.resources import PODS
 from rlfleet.plan.checkpoint import SHELF, path_template
 from rlfleet.plan.dra import Allocation, block_claims, block_evidence, claim_evidence, uses
 from rlfleet.plan.identity import is_poisoned
+from rlfleet.plan.repair import left_hold
 from rlfleet.plan.topology import Evidence, Identity, identify, report_evidence, spec_evidence
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ class SenderLink:
     async def release(self, caller: Caller) -> None:
         """End the hold of the caller's operation, so that a trainer that waits for it can publish.
 
-        What is not answered is asked again for a while: nobody comes back to it, and until the hold's own deadline the
-        trainer could publish nothing.
+        What is not answered is asked again for a while, since the trainer could publish nothing meanwhile; after that
+        ``end_left_hold`` comes back to it.
         """
         # The one that holds: whoever looks for the sender anew between two tries may find none, or another.
         peer = self.peer
@@ -198,11 +199,19 @@ class SenderLink:
                 self.unheard = False
                 return
             except PeerError as e:
-                # The hold ends by its own deadline: a sender that is gone must not keep a round from ending.
+                # A sender that is gone must not keep a round from ending; the hold has a deadline of its own, too.
                 if isinstance(e, Refused) or self.ctx.clock.monotonic() >= until:
                     log.info("hold not released", extra={"roundUID": caller.operation, "why": str(e)})
                     return
             await asyncio.sleep(0.2)
+
+    async def end_left_hold(self) -> None:
+        """End a hold whose operation has ended without that the sender was told; while nobody owns the pipeline."""
+        left = left_hold(self.said, pipeline=self.pipeline_uid)
+        if left is None:
+            return
+        log.info("a hold outlived its operation", extra={"pipeline": self.pipeline, "roundUID": left.operation})
+        await self.release(Caller(left.pipeline, left.operation, left.generation))
 
     async def run(
         self,

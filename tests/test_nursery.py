@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.nursery import Nursery
-from e2e.scenarios.kit import ROOT, wait_until
-from tests.fault.nursery import operators
+from e2e.scenarios.kit import ROOT, operators, wait_until
 
 CLI = "rlfleet.app.cli"
 
