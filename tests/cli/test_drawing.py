@@ -143,6 +143,7 @@ def test_one_round_shows_members_tries_failure_meaning_and_remedy() -> None:
     text = " ".join(drawn(page).split())
     assert "committed no: its version did not take effect" in text
     assert "meaning: stagingSeconds passed before all bytes were delivered" in text
+    assert "Raise spec.sync.deadlines.stagingSeconds" in text
     assert f"rlfleet sync p -n {found.namespace} --version 2 --retries 1" in text
     assert "e-0-35c8a Serialized" in text
     assert "Settle Applied 1796010965000" in text

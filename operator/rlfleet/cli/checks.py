@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlfleet.api import labels, served
+from rlfleet.api import labels, remedies, served
+from rlfleet.api.conditions import Reason
 from rlfleet.api.tokens import LEEWAY_SECONDS
 from rlfleet.plan.template import staging_mib
 from rlfleet.plan.validate import staging_over_limit
@@ -106,7 +107,7 @@ def conditions(obj: Obj, kind: str) -> list[Check]:
             Level.UNKNOWN if row["status"] == "Unknown" else Level.WARN,
             what,
             f"{row['type']} is {row['status']}: {row['reason']}: {row['message'] or meaning(row['reason'])}",
-            meaning(row["reason"]),
+            remedies.remedy(row["reason"]),
         )
         for row in rows
     ]
@@ -181,8 +182,8 @@ def live(what: str, seen: Obj) -> list[Check]:
 def _sender(what: str, seen: Obj) -> Check:
     name, sender, problem = f"sender of {what}", seen["sender"], seen["senderProblem"]
     if sender is None:
-        problem = problem or {"reason": "SenderUnreachable", "message": "it does not answer", "meaning": ""}
-        return Check(Level.FAIL, name, f"{problem['reason']}: {problem['message']}", problem["meaning"])
+        problem = problem or {"reason": "SenderUnreachable", "message": "it does not answer"}
+        return Check(Level.FAIL, name, f"{problem['reason']}: {problem['message']}", remedies.remedy(problem["reason"]))
     if sender["protocolVersion"] < seen["protocolVersion"]:
         message = f"speaks protocol {sender['protocolVersion']}, the operator {seen['protocolVersion']}"
         return Check(Level.FAIL, name, message, "update rlfleet in the trainer")
@@ -206,7 +207,12 @@ def _gate(e: Obj, protocol: int) -> Iterable[Check]:
     if e["clockAheadMs"] is not None and abs(e["clockAheadMs"]) > CLOCK_SECONDS * 1000:
         yield clock(what, e["clockAheadMs"])
     if e["startup"]:
-        yield Check(Level.WARN, what, f"{e['startup']['reason']}: {e['startup']['message']}", e["startup"]["meaning"])
+        yield Check(
+            Level.WARN,
+            what,
+            f"{e['startup']['reason']}: {e['startup']['message']}",
+            remedies.remedy(e["startup"]["reason"]),
+        )
     for router, listed in sorted(e["routed"].items()):
         if listed is None:
             fix = "is the router up, and does a NetworkPolicy let gates reach it?"
@@ -214,4 +220,9 @@ def _gate(e: Obj, protocol: int) -> Iterable[Check]:
     if e["uncertain"]:
         yield Check(Level.WARN, what, "an operation at its gate has no known end", "if it stays so, delete the pod")
     if e["devicesProblem"]:
-        yield Check(Level.WARN, what, f"its devices can not be read: {e['devicesProblem']}", meaning("TopologyUnknown"))
+        yield Check(
+            Level.WARN,
+            what,
+            f"its devices can not be read: {e['devicesProblem']}",
+            remedies.REMEDIES[Reason.MEMORY_UNREADABLE],
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rlfleet.api import remedies
 from rlfleet.api.conditions import Reason
 from rlfleet.show.facts import Obj, condition, key_of, newest_first, status_of, time_ms
 
@@ -174,4 +175,5 @@ def remedy(found: Round) -> str:
         return "Nothing: a newer round took its place"
     if found.failure.get("reason") == Reason.CANCELLED:
         return f"Nothing, if that was meant; to bring the version after all: {again}"
-    return f"Mend what the message names, then: {again}"
+    known = remedies.remedy(str(found.failure.get("reason")))
+    return f"{known[:1].upper()}{known[1:]}. To bring the version then: {again}" if known else f"Then: {again}"
