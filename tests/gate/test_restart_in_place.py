@@ -12,8 +12,8 @@ import pytest
 
 from rlfleet.api.wire import EnrollRequest, PauseMode
 from rlfleet.engine import View
-from rlfleet.gate.actions import pause_engine
 from rlfleet.gate.errors import GateError
+from rlfleet.gate.pausing import pause_engine
 from rlfleet.gate.rules import is_another_process
 from rlfleet.gate.store import Store
 from tests.gate.kit import Engine, Gate, Operator, Weights, until

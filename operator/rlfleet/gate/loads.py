@@ -29,9 +29,10 @@ from rlfleet.api.wire import (
 from rlfleet.calls import CallError, NoAnswer, NotSent, Refused
 from rlfleet.engine import Bucket, Checksum
 from rlfleet.gate import rules
-from rlfleet.gate.actions import ENGINE_SECONDS, MIN_SECONDS, Result, engine_failure, is_paused
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
+from rlfleet.gate.order import ENGINE_SECONDS, MIN_SECONDS, Result, engine_failure
+from rlfleet.gate.pausing import is_paused
 from rlfleet.gate.staging import Staging
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,11 @@ from rlfleet.api.wire import (
 from rlfleet.calls import CallError, NotSent, Refused
 from rlfleet.engine import Capability, Facts
 from rlfleet.gate import tags
-from rlfleet.gate.actions import MIN_SECONDS, Result, engine_failure, is_paused
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS
+from rlfleet.gate.order import MIN_SECONDS, Result, engine_failure
+from rlfleet.gate.pausing import is_paused
 from rlfleet.gate.tags import TagState
 
 log = logging.getLogger(__name__)

@@ -27,17 +27,17 @@ from rlfleet.api.wire import (
     order_identity,
 )
 from rlfleet.calls import CallError
-from rlfleet.gate import actions, loads, memory, rules, tags
-from rlfleet.gate.actions import Action, no_check
+from rlfleet.gate import actions, loads, memory, pausing, rules, tags
 from rlfleet.gate.context import GateContext
 from rlfleet.gate.errors import EffectUnknown, GateError
 from rlfleet.gate.links import STATUS_SECONDS, now_ms
+from rlfleet.gate.order import ENGINE_SECONDS, MIN_SECONDS, Action, no_check
 
 log = logging.getLogger(__name__)
 
 ACTIONS: dict[str, Action] = {
-    "Pause": Action(actions.check_pause, actions.pause),
-    "Resume": Action(actions.check_resume, actions.resume),
+    "Pause": Action(pausing.check_pause, pausing.pause),
+    "Resume": Action(pausing.check_resume, pausing.resume),
     "Prepare": Action(no_check, actions.prepare),
     "Load": Action(loads.check_load, loads.load),
     "Verify": Action(loads.check_verify, loads.verify),
@@ -138,12 +138,12 @@ class Operations:
         if not view.admitting and not (view.admitting is False and self._ctx.engine.adapter.tells_pause):
             # Still starting, or its last health check failed. Without the lock, so that orders need not wait for it.
             if view.reachable and not self._orders_decide() and self._ctx.store.memory.all_here:
-                await self._ctx.engine.adapter.heal_readiness(actions.HEAL_AGAIN_SECONDS)
+                await self._ctx.engine.adapter.heal_readiness(pausing.HEAL_AGAIN_SECONDS)
             return False
         async with self._starting:
             if self._orders_decide():
                 return False
-            await actions.pause_engine(self._ctx, self._ctx.engine.adapter.default_pause, drain_seconds=0)
+            await pausing.pause_engine(self._ctx, self._ctx.engine.adapter.default_pause, drain_seconds=0)
             log.info("engine closed: nothing proves its weights yet")
             return True
 
@@ -154,9 +154,9 @@ class Operations:
         proven paused: anything else is an order's business.
         """
         stuck = [r for r in self._ctx.store.unsettled() if _is_wedged(r)]
-        if not stuck or self._busy() or await actions.is_paused(self._ctx) is not True:
+        if not stuck or self._busy() or await pausing.is_paused(self._ctx) is not True:
             return False
-        if not await self._ctx.engine.adapter.idle(actions.ENGINE_SECONDS, memory_here=True):
+        if not await self._ctx.engine.adapter.idle(ENGINE_SECONDS, memory_here=True):
             return False
         async with self._starting:
             if self._busy():  # an order came while the engine was asked
@@ -176,7 +176,7 @@ class Operations:
         group = json.loads(known[1])["order"].get("group") if known is not None else None
         if group is not None:
             try:
-                await self._ctx.engine.adapter.leave_group(group["groupName"], actions.MIN_SECONDS)
+                await self._ctx.engine.adapter.leave_group(group["groupName"], MIN_SECONDS)
             except CallError as e:
                 log.warning("a group that formed late was not left: %s", e)
 
