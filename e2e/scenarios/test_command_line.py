@@ -115,6 +115,10 @@ def test_seeing_steering_and_being_told(fleet: Fleet, operator: Operator, tmp_pa
     assert (would["ordered"], would["supersedes"]) == (waits, [])
     assert f"ordered already: round {waits}" in shell("explain", "p", "--version", "7", *allowed, code=1)
     shell("cancel", waits)
+    # However a round ends: cancelled is neither Complete nor Failed.
+    fleet.cluster.kubectl(
+        "wait", f"sr/{waits}", "-n", fleet.namespace, "--for=jsonpath={.status.outcome}", "--timeout=60s"
+    )
     wait_until(lambda: fleet.phase(waits) == "Cancelled", "the round that waits to be called off")
     assert fleet.status("rlpipeline", "p")["committed"]["version"] == -1
     healthy = shell.document("doctor", "--operator-namespace", fleet.namespace, *allowed, code=1)

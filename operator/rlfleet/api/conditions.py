@@ -81,7 +81,7 @@ class RoundCondition(_Documented):
     """Condition types of SyncRound."""
 
     COMPLETE = "Complete", "the round succeeded: its version is committed and its engines serve it"
-    FAILED = "Failed", "the round ended without success; committed says whether its version took effect"
+    FAILED = "Failed", "the round failed or expired; committed says whether its version took effect all the same"
     PROGRESSING = "Progressing", "the round is neither complete nor failed; the reason says what it waits for"
     CANCEL_REQUESTED = "CancelRequested", "a cancel came when weights were moving, so what engines hold decides"
 
