@@ -219,5 +219,8 @@ def test_a_new_leader_tells_gates_nothing_new_and_raises_the_fence_before_it_tel
     pair.cluster.kubectl("delete", "pod", old["name"], "-n", pair.namespace, "--wait=false")
     told = wait_until(lambda: [c for c in sent("POST") if c.path == "/v1/enroll"], "the new engine's gate to be told")
     raised = [c for c in sent("PATCH") if c.plural == "rlpipelines" and "fence" in (c.body.get("status") or {})]
-    assert raised[0].began < told[0].began
-    assert told[0].body["generation"] == raised[0].body["status"]["fence"] > held
+    # It may have been raised more than once by then (a slow machine); what is told was written down before, and is new.
+    raises = {c.body["status"]["fence"]: c.began for c in reversed(raised)}
+    generation = told[0].body["generation"]
+    assert raises[generation] < told[0].began
+    assert generation > held
