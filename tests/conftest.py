@@ -7,10 +7,21 @@ pytest-asyncio would otherwise ask for one before its first test, which makes on
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.starting import starting
 
 settings.register_profile("rlfleet", deadline=None)
 settings.load_profile("rlfleet")
 
 asyncio.set_event_loop(None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starter() -> Iterator[None]:
+    """What ``tests.starting`` has started ends with the session."""
+    with starting():
+        yield

@@ -262,6 +262,8 @@ def _live(parent: int, order: dict[str, Any], begin: int) -> None:
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if e.code is not None and not isinstance(e.code, int):
+            print(e.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001  as an interpreter does at its end
         traceback.print_exc()
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
 import signal
 import socket
@@ -26,6 +25,7 @@ from rlfleet.api import tokens
 from rlfleet.api.manifest import Manifest, TensorEntry, manifest_digest
 from rlfleet.api.tokens import Scope
 from rlfleet.api.wire import operation_id
+from tests import starting
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = Ed25519PrivateKey.generate()
@@ -70,14 +70,7 @@ class Process:
 
     def __init__(self, name: str, directory: Path, argv: list[str], env: dict[str, str]) -> None:
         self.log = directory / f"{name}.log"
-        with self.log.open("ab") as out:
-            self.popen = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}/operator:{ROOT}", **env},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        self.popen = starting.start(argv, env, self.log)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.popen.poll() is None:

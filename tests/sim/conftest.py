@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import starting
 
 
 def free_port(host: str) -> int:
@@ -46,14 +45,7 @@ class Engine:
             "--backend",
             backend,
         ]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}/operator:{ROOT}"},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        self.process = starting.start([*command, *arguments], {}, log)
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def wait_up(self) -> Engine:
