@@ -13,7 +13,8 @@ from e2e.cluster.local import LocalCluster
 from e2e.scenarios.kit import Fleet, Operator
 from e2e.scenarios.test_rounds import wait_quiet, writes_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+# It takes the whole machine for minutes.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENGINES = 64
 

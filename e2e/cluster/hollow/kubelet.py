@@ -28,8 +28,8 @@ from e2e.cluster.hollow.pod import Host, Pod, everywhere
 from e2e.cluster.nursery import Nursery
 from e2e.cluster.processes import CLUSTER_MARK
 
-#: Programs that most pods of tests run; those that import torch apart from those that do not.
-_NURSED = (("rlfleet.gate", "e2e.sim.engine"), ("e2e.scenarios.publisher",))
+#: Programs that most pods of tests run, by nursery; the last one has imported torch.
+_NURSED = (("rlfleet.gate", "e2e.sim.engine"), ("e2e.scenarios.publisher", "e2e.sim.engine"))
 
 log = logging.getLogger("hollow.kubelet")
 

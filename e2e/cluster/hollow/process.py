@@ -26,7 +26,7 @@ class StartError(Exception):
 class HostProcess:
     """A started process. ``exit_code`` is None while it runs; ``environment`` is what it was started with.
 
-    ``nurseries`` bear those that they can, once they are ready.
+    ``nurseries`` bear those that they can, once they are ready; what has torch among its arguments is for the last.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostProcess:
     ) -> Forked | None:
         if command[1:2] != ["-m"] or len(command) < 3 or os.path.realpath(program) != os.path.realpath(sys.executable):
             return None
-        for nursery in nurseries:
+        for nursery in reversed(nurseries) if "torch" in command else nurseries:
             if nursery.ready.is_set() and nursery.bears(command[2], environment):
                 return nursery.fork(command[2], command[3:], environment, str(folder), str(log), kept=True)
         return None
