@@ -112,7 +112,7 @@ class ControlPlane:
             "HOME": str(state),
             "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
             CLUSTER_MARK: mark,
-            # At the default of 100 a tenth of the apiserver goes into collections; so it takes some 300 MB more instead.
+            # At the default of 100 a tenth of the apiserver goes into collections; so 300 MB more instead.
             "GOGC": "300",
         }
         self.server = ""
