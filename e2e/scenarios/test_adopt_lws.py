@@ -14,7 +14,8 @@ from e2e.scenarios.kit import Fleet, wait_until
 from e2e.scenarios.lws import lws_controller
 from e2e.scenarios.makers import IDLE, LWS, create
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# Its controller is built once, which takes minutes and is no part of the test.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(480, func_only=True)]
 
 LEADERS = ["lws-engines-0", "lws-engines-1"]
 #: What the imitation in makers.py gives to both.
