@@ -22,6 +22,6 @@ asyncio.set_event_loop(None)
 
 @pytest.fixture(scope="session", autouse=True)
 def starter() -> Iterator[None]:
-    """What ``tests.starting`` has started ends with the session."""
+    """What ``tests.starting`` has started ends with the test run."""
     with starting():
         yield

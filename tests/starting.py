@@ -1,6 +1,6 @@
 """Gates and engines that tests start by the hundred: forked by a nursery, where that makes no difference.
 
-A nursery is made when the first process asks for it, in the main thread, and ends with the session.
+A nursery is made when the first process asks for it, in the main thread, and ends with the test run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATH = f"{ROOT / 'operator'}:{ROOT}"
 
 
 class Starter:
-    """Starts processes for the tests of one session."""
+    """Starts processes for the tests of one run."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -53,7 +53,7 @@ _current: list[Starter] = []
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """For as long as a session lasts."""
+    """For as long as the tests run."""
     starter = Starter()
     _current.append(starter)
     try:
@@ -64,5 +64,5 @@ def starting() -> Iterator[None]:
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes] | Forked:
-    """``Starter.start`` of this session."""
+    """``Starter.start`` of the run."""
     return _current[-1].start(argv, env, log)

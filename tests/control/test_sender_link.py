@@ -85,8 +85,8 @@ async def test_a_sender_that_hears_nothing_keeps_no_round_from_ending() -> None:
     assert sender.asked == RELEASE_SECONDS
 
 
-def holding(operation: str, *, fence: wire.Held, hold: str | None = None) -> wire.SenderStatus:
-    kept = wire.SenderHold(operation=hold or operation, version=1, manifest_digest="sha256:" + "0" * 64, expires_ms=1)
+def holding(operation: str, *, fence: wire.Held) -> wire.SenderStatus:
+    kept = wire.SenderHold(operation=operation, version=1, manifest_digest="sha256:" + "0" * 64, expires_ms=1)
     return SHELF.model_copy(update={"hold": kept, "fence": fence})
 
 

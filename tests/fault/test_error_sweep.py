@@ -139,6 +139,7 @@ def test_an_apiserver_outage_in_a_round(stand: Stand, phase: str) -> None:
         wait_until(lambda: "scripted 503" in stand.operator.tail(), "the outage to be met")
     finally:
         stand.proxy.outage(False)
+    # Asserts that the round has ended, that the next one succeeds, and that no invariant broke.
     after(stand, name)
 
 
