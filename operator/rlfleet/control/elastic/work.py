@@ -73,7 +73,9 @@ class ElasticWork:
         waits = await preempted()
         if waits is None:
             names = await self._empty(names)
-            names = await self._pause(names, "Pause", wire.PauseOrder(budget_seconds=self._left()))
+            # In no other mode: after an Abort a Retract would tell counts of before it as requests that wait.
+            asleep = wire.PauseOrder(mode=wire.PauseMode.ABORT, budget_seconds=self._left())
+            names = await self._pause(names, "Pause", asleep)
             await self._release(names)
         await self._free(OperationKind.OFFLOAD, waits)
 
